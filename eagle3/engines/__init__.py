@@ -1,0 +1,75 @@
+"""The target model behind one interface; `open_engine` builds the one that `hardware.engine` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eagle3.tokens import Sample
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What runs: recorded in provenance and in every shard."""
+
+    name: str
+    version: str
+    model_class: str
+    dtype: str
+    device: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CapturedStates:
+    """One sample's states: `states[layer_id]` is [T, H] in the engine's dtype, rows in the order of its input_ids."""
+
+    sample_id: str
+    states: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue; `key` names the prompt in results and in the seed."""
+
+    key: str
+    input_ids: Sequence[int]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished continuation: new ids only, the stop token included when `finish` is "stop" (else "length")."""
+
+    key: str
+    token_ids: list[int]
+    finish: str
+
+
+class Engine(Protocol):
+    """The target model, opened once for any number of layers, samples and prompts."""
+
+    def info(self) -> EngineInfo:
+        """What is loaded."""
+        ...
+
+    def capture(self, samples: Sequence[Sample], layer_ids: Sequence[int]) -> Iterator[CapturedStates]:
+        """Yields each sample's states at the given layer ids, in any order; ids of layers as in eagle3.layers."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, temperature: float, seed: int, stop_ids: Sequence[int]
+    ) -> Iterator[Generation]:
+        """Yields finished continuations in any order; greedy at temperature 0; reproducible for a seed and key."""
+        ...
+
+    def close(self) -> None:
+        """Frees the model."""
+        ...
