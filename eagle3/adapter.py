@@ -1,7 +1,8 @@
 """The questions that an architecture answers; `adapters/` holds the answers, one file per family.
 
 An adapter never re-implements a forward pass. It says where things are in a loaded model and in a checkpoint, so that
-engines, tokenisation, training and export need no knowledge of any architecture.
+engines, tokenisation, training and export need no knowledge of any architecture. What this base class says is true of
+Llama and of everything shaped like it; a family overrides what differs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from eagle3.errors import RequestError
@@ -53,8 +55,15 @@ class Adapter(ABC):
 
     name: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
+    engines: ClassVar[tuple[str, ...]] = ("transformers",)
     layers_path: ClassVar[str] = "model.layers"
-    weight_names: ClassVar[WeightNames] = WeightNames("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    weight_names: ClassVar[WeightNames] = WeightNames(
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+    )
+    # Tokens that end an assistant turn beside the checkpoint's EOS; those that a tokenizer lacks are ignored.
+    turn_ends: ClassVar[tuple[str, ...]] = ()
+    # Text that the chat template puts into a turn without the model having generated it.
+    inserted_texts: ClassVar[tuple[str, ...]] = ()
 
     def text_config(self, config: Any) -> Any:
         """The language model's config inside a (possibly multimodal) checkpoint config."""
@@ -70,11 +79,36 @@ class Adapter(ABC):
             )
 
     def shape(self, config: Any) -> TargetShape:
-        """The target's sizes from its checkpoint config."""
-        raise NotImplementedError
+        """The target's sizes from its checkpoint config (a transformers config object)."""
+        text = self.text_config(config)
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        eos = getattr(text, "eos_token_id", None)
+        heads = text.num_attention_heads
+        return TargetShape(
+            architecture=next(name for name in config.architectures if name in self.architectures),
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            intermediate_size=text.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=self.head_dim(text),
+            rms_norm_eps=text.rms_norm_eps,
+            max_position_embeddings=text.max_position_embeddings,
+            rope_theta=float(rope.pop("rope_theta", None) or getattr(text, "rope_theta", None) or 10000.0),
+            rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
+            hidden_act=text.hidden_act,
+            tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+            bos_token_id=getattr(text, "bos_token_id", None),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        )
+
+    def head_dim(self, text_config: Any) -> int:
+        """The width of one attention head, as a dense drafter of this family would use it."""
+        return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The decoder layers of a loaded model."""
+        """The decoder layers of a loaded model. Raises RequestError when the model has no such path."""
         found: Any = model
         for part in self.layers_path.split("."):
             found = getattr(found, part, None)
@@ -96,6 +130,21 @@ class Adapter(ABC):
             return output[0]
         return output
 
+    def final_norm(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm between the final state and the head: RMSNorm, computed in float32 (LlamaRMSNorm).
+
+        states [..., H] and weight [H] of any dtype; the result has the dtype of `states`.
+        """
+        wide = states.float()
+        wide = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        return weight.to(states.dtype) * wide.to(states.dtype)
+
+    def tokenizer(self, folder: Path, trust_remote_code: bool = False) -> Any:
+        """The checkpoint's tokenizer, of the class that this family needs."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments that the target's engine needs for this family (multimodal towers skipped, ...)."""
         return {}
@@ -115,4 +164,26 @@ class Adapter(ABC):
 
     def describe(self) -> dict[str, Any]:
         """What `stage=adapters` prints."""
-        return {"name": self.name, "architectures": list(self.architectures), "weights": dataclasses.asdict(self.weight_names)}
+        return {
+            "name": self.name,
+            "architectures": list(self.architectures),
+            "engines": list(self.engines),
+            "layers": self.layers_path,
+            "weights": dataclasses.asdict(self.weight_names),
+            "expected_backends": self.expected_backends(),
+        }
+
+
+def families() -> dict[str, type[Adapter]]:
+    """The adapters that ship with eagle3, by name."""
+    import importlib
+    import pkgutil
+
+    import eagle3.adapters as package
+
+    found: dict[str, type[Adapter]] = {}
+    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        for member in vars(importlib.import_module(f"eagle3.adapters.{module}")).values():
+            if isinstance(member, type) and issubclass(member, Adapter) and "name" in vars(member):
+                found[member.name] = member
+    return found

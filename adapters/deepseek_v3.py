@@ -1,0 +1,29 @@
+"""DeepSeek V3 and R1: multi-head latent attention and a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle3.adapter import Adapter, TargetShape
+
+
+class DeepseekV3Adapter(Adapter):
+    """Targets of the DeepseekV3 architecture."""
+
+    name = "deepseek_v3"
+    architectures = ("DeepseekV3ForCausalLM",)
+    engines = ("transformers", "vllm")
+    turn_ends = ("<｜end▁of▁sentence｜>",)  # noqa: RUF001 - this is how the token is spelt
+    inserted_texts = ("<think>\n\n</think>\n\n",)
+
+    def head_dim(self, text_config: Any) -> int:
+        """The value heads' width: the config's own `head_dim` is only the rotary part of a key."""
+        return text_config.v_head_dim
+
+    def expected_backends(self) -> dict[str, Any]:
+        """Latent attention prefilled with FlashAttention."""
+        return {"attention": "MLA", "prefill": "FLASH_ATTN"}
+
+    def drafter_defaults(self, shape: TargetShape) -> dict[str, Any]:
+        """A dense drafter with as many key and value heads as query heads: latent attention has no groups to copy."""
+        return {**super().drafter_defaults(shape), "num_key_value_heads": shape.num_attention_heads}
