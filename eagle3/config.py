@@ -1,15 +1,30 @@
-"""The schema of every config group: plain dataclasses that refuse wrong types and unknown keys.
+"""The schema of every config group: plain dataclasses that refuse wrong types, unknown keys and impossible values.
 
+Beside the walk: `cli` passes the composed config through `validation`, and every stage gets the `Config` tree.
 Each field is explained where users set it, in `conf/`. Groups hold the user's interface; what is derived from the model
 (layer count, hidden size) is worked out at run time and never a field here.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
+
+from eagle3.errors import Eagle3Error, RequestError
+
+
+def choice(default: str, *others: str) -> Any:
+    """A field that takes one of these words."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def number(default: Any, *, least: float | None = None, most: float | None = None, above: float | None = None) -> Any:
+    """A numeric field with bounds: least and most are allowed values, `above` itself is not. Null is not checked."""
+    return field(default=default, metadata={"least": least, "most": most, "above": above})
 
 
 @dataclass
@@ -34,19 +49,19 @@ class HardwareConfig:
     """The machine: which engine runs the target on it and how training is spread over it."""
 
     name: str = MISSING
-    engine: str = "transformers"
-    accelerator: str = "cpu"
-    devices: int = 1
-    threads: int | None = None
-    tensor_parallel_size: int = 1
-    gpu_memory_gb: float | None = None
+    engine: str = choice("transformers", "vllm")
+    accelerator: str = choice("cpu", "gpu")
+    devices: int = number(1, least=1)
+    threads: int | None = number(None, least=1)
+    tensor_parallel_size: int = number(1, least=1)
+    gpu_memory_gb: float | None = number(None, above=0)
     engine_options: dict[str, Any] = field(default_factory=dict)
     expected_backends: dict[str, Any] = field(default_factory=dict)
-    on_backend_mismatch: str = "stop"
-    batch_tokens: int = 4096
-    generate_slots: int = 64
+    on_backend_mismatch: str = choice("stop", "warn")
+    batch_tokens: int = number(4096, least=1)
+    generate_slots: int = number(64, least=1)
     training_strategy: str = "auto"
-    precision: str = "32-true"
+    precision: str = choice("32-true", "bf16-mixed", "16-mixed")
 
 
 @dataclass
@@ -56,10 +71,10 @@ class SourceConfig:
     path: str = MISSING
     format: str = "auto"
     split: str | None = None
-    limit: int | None = None
-    skip: int = 0
-    turns: int | None = None
-    role: str = "train"
+    limit: int | None = number(None, least=1)
+    skip: int = number(0, least=0)
+    turns: int | None = number(None, least=1)
+    role: str = choice("train", "heldout")
 
 
 @dataclass
@@ -68,13 +83,13 @@ class DatasetConfig:
 
     name: str = MISSING
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    answers: str = "regenerate"
-    max_length: int = 2048
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    on_bad_row: str = "skip"
-    on_long: str = "truncate"
-    validation_samples: int = 64
+    answers: str = choice("regenerate", "given")
+    max_length: int = number(2048, least=2)
+    max_new_tokens: int = number(512, least=1)
+    temperature: float = number(0.0, least=0)
+    on_bad_row: str = choice("skip", "stop")
+    on_long: str = choice("truncate", "skip")
+    validation_samples: int = number(64, least=0)
     preserve_thinking: bool = False
     supervise_empty_thinking: bool = False
 
@@ -86,43 +101,44 @@ class LayersConfig:
     name: str = MISSING
     ids: list[int] | None = None
     fractions: list[float] | None = None
+    also: list[Any] = field(default_factory=list)
 
 
 @dataclass
 class StoreConfig:
     """How hidden states lie on disk."""
 
-    dtype: str = "bfloat16"
-    shard_bytes: int = 1_500_000_000
-    shard_seconds: float = 60.0
-    read_mode: str = "mmap"
-    free_space_margin: float = 0.05
-    max_failed_fraction: float = 0.01
+    dtype: str = choice("bfloat16", "float32")
+    shard_bytes: int = number(1_500_000_000, least=1)
+    shard_seconds: float = number(60.0, above=0)
+    read_mode: str = choice("mmap", "eager")
+    free_space_margin: float = number(0.05, least=0)
+    max_failed_fraction: float = number(0.01, least=0, most=1)
 
 
 @dataclass
 class DrafterConfig:
-    """The EAGLE-3 drafter: its shape, its vocabulary, its unroll and its loss. A null shape field means the target's."""
+    """The EAGLE-3 drafter: shape, vocabulary, unroll and loss. A null shape field means the target's."""
 
     name: str = MISSING
     module: dict[str, Any] = field(default_factory=dict)
-    attention: str = "dense"
-    draft_vocab_size: int | None = None
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int | None = None
-    unroll_steps: int = 7
-    step_decay: float = 0.8
+    attention: str = choice("dense")
+    draft_vocab_size: int | None = number(None, least=1)
+    intermediate_size: int | None = number(None, least=1)
+    num_attention_heads: int | None = number(None, least=1)
+    num_key_value_heads: int | None = number(None, least=1)
+    head_dim: int | None = number(None, least=2)
+    max_position_embeddings: int | None = number(None, least=1)
+    unroll_steps: int = number(7, least=1)
+    step_decay: float = number(0.8, above=0, most=1)
     losses: dict[str, float] = field(default_factory=dict)
-    oov: str = "mask"
-    mask_alignment: str = "exact"
+    oov: str = choice("mask", "keep")
+    mask_alignment: str = choice("exact", "eagle", "speculators")
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    init_head: str = "target"
+    init_head: str = choice("target", "random")
     warm_start: str | None = None
 
 
@@ -131,25 +147,25 @@ class TrainerConfig:
     """Optimisation, precision, checkpoints and the Lightning objects that run them."""
 
     name: str = MISSING
-    max_epochs: int = 3
-    max_steps: int | None = None
-    batch_tokens: int = 4096
-    accumulate: int = 1
-    optimizer: str = "adamw"
-    lr: float = 1e-4
+    max_epochs: int = number(3, least=1)
+    max_steps: int | None = number(None, least=1)
+    batch_tokens: int = number(4096, least=1)
+    accumulate: int = number(1, least=1)
+    optimizer: str = choice("adamw")
+    lr: float = number(1e-4, above=0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    weight_decay: float = 0.0
-    warmup_ratio: float = 0.015
-    min_lr_ratio: float = 0.0
-    clip_norm: float = 0.5
-    validate_every_steps: int = 200
-    checkpoint_every_steps: int = 200
-    keep_checkpoints: int = 2
-    log_every_steps: int = 10
+    weight_decay: float = number(0.0, least=0)
+    warmup_ratio: float = number(0.015, least=0, most=1)
+    min_lr_ratio: float = number(0.0, least=0, most=1)
+    clip_norm: float = number(0.5, above=0)
+    validate_every_steps: int = number(200, least=1)
+    checkpoint_every_steps: int = number(200, least=1)
+    keep_checkpoints: int = number(2, least=1)
+    log_every_steps: int = number(10, least=1)
     deterministic: bool = False
     resume: bool = True
     resume_from: str | None = None
-    num_workers: int = 0
+    num_workers: int = number(0, least=0)
     compile: bool = False
     profile: bool = False
     lightning: dict[str, Any] = field(default_factory=dict)
@@ -162,7 +178,7 @@ class LoggerConfig:
     """Trackers: each entry of `loggers` is instantiated; an outage of one never stops training."""
 
     name: str = MISSING
-    mode: str = "offline"
+    mode: str = choice("auto", "offline", "online")
     project: str = "eagle3"
     loggers: dict[str, Any] = field(default_factory=dict)
 
@@ -188,7 +204,7 @@ class InputsConfig:
 class ExportConfig:
     """For which server the drafter is written."""
 
-    target: str = "vllm"
+    target: str = choice("vllm")
     engine_version: str | None = None
 
 
@@ -197,10 +213,10 @@ class EvaluateConfig:
     """Real speculative decoding: prompts, draft length, baselines."""
 
     sets: list[str] = field(default_factory=lambda: ["heldout", "mt_bench", "human_eval", "gsm8k"])
-    prompts_per_set: int | None = 20
-    k: int = 3
-    temperature: float = 0.0
-    max_new_tokens: int = 128
+    prompts_per_set: int | None = number(20, least=1)
+    k: int = number(3, least=1)
+    temperature: float = number(0.0, least=0)
+    max_new_tokens: int = number(128, least=1)
     baselines: list[str] = field(default_factory=lambda: ["untrained", "bigram"])
 
 
@@ -208,8 +224,15 @@ class EvaluateConfig:
 class InspectConfig:
     """Which prepared samples `stage=inspect` prints."""
 
-    samples: int = 3
-    split: str = "train"
+    samples: int = number(3, least=1)
+    split: str = choice("train", "validation")
+
+
+@dataclass
+class RunsConfig:
+    """How much `stage=runs` lists."""
+
+    limit: int = number(30, least=1)
 
 
 @dataclass
@@ -228,8 +251,97 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
+    runs: RunsConfig = field(default_factory=RunsConfig)
     inputs: InputsConfig = field(default_factory=InputsConfig)
     output_dir: str = "outputs"
     cache_dir: str | None = None
     seed: int = 0
     dry_run: bool = False
+
+
+def locate(node: dict[str, Any], where: str) -> Any:
+    """The class or function that a node's `_target_` names; RequestError with the root cause when there is none."""
+    from hydra.utils import get_object
+
+    target = node.get("_target_")
+    try:
+        found = get_object(str(target))
+    except Exception as error:
+        raise RequestError(
+            f"{where}._target_: found {target!r}, which cannot be imported ({root_cause(error)}), expected the full "
+            f"name of a class or function, package first; correct {where}._target_"
+        ) from error
+    if not callable(found):
+        raise RequestError(f"{where}._target_: found {target!r}, a {type(found).__name__}, expected something callable")
+    return found
+
+
+def check_nodes(value: Any, where: str = "") -> None:
+    """Checks every node with a `_target_` below `value` without building it: it can be located and takes these fields.
+
+    RequestError names all faults at once. Fields that the builder passes later are not missed.
+    """
+    faults: list[str] = []
+    _check_nodes(value, where, faults)
+    if faults:
+        raise RequestError("\n".join(faults))
+
+
+def _check_nodes(value: Any, where: str, faults: list[str]) -> None:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        if "_target_" in value:
+            given = {k: v for k, v in value.items() if not (k.startswith("_") and k.endswith("_"))}
+            try:
+                inspect.signature(locate(value, where)).bind_partial(*value.get("_args_", ()), **given)
+            except RequestError as error:
+                faults.append(str(error))
+            except TypeError as error:
+                faults.append(
+                    f"{where}: {value['_target_']} does not take these fields ({error}); found {sorted(given)}"
+                )
+            except ValueError:  # a callable written in C tells no signature
+                pass
+        for key, item in value.items():
+            _check_nodes(item, f"{where}.{key}".lstrip("."), faults)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_nodes(item, f"{where}[{i}]", faults)
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost cause of an exception, type first."""
+    while (inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = inner
+    return f"{type(error).__name__}: {error}"
+
+
+def build(node: dict[str, Any], _where_: str = "", **kwargs: Any) -> Any:
+    """Builds the object that a node's `_target_` describes: the one place that calls Hydra's instantiate.
+
+    Nested nodes are built first; `kwargs` reach the outermost callable untouched and win over the node's fields.
+    Errors of eagle3's own types pass through; any other becomes a RequestError with the root cause, naming `_where_`.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    where = _where_ or str(node.get("_target_"))
+    locate(node, where)
+    try:
+        partial = instantiate({**node, "_partial_": True, "_convert_": "all"})
+        return partial(**kwargs)
+    except Eagle3Error:
+        raise
+    except InstantiationException as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, Eagle3Error):
+                raise cause from error
+            cause = cause.__cause__
+        raise RequestError(f"{where}: {node['_target_']} cannot be built: {root_cause(error)}") from error
+    except (TypeError, ValueError) as error:
+        given = sorted({*node, *kwargs} - {"_target_"})
+        raise RequestError(
+            f"{where}: {node['_target_']} refused its fields {given}: {root_cause(error)}; see its signature"
+        ) from error

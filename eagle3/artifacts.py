@@ -1,0 +1,253 @@
+"""Artifacts: what a stage makes, kept under `<output_dir>/artifacts/<kind>/<id>/` and found again by its id.
+
+Beside the walk: every stage asks here whether its result exists already, and hands it over here when it is done. An
+artifact is complete or absent: work grows in `<id>.partial/`, the manifest is written last, everything is fsynced, and
+the folder is renamed. The id hashes what determines the content, so an unchanged stage is a hit and a changed one can
+never reuse stale data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import RequestError, StoreError
+
+MANIFEST = "manifest.json"
+log = logging.getLogger("eagle3")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    raise TypeError(f"{type(value).__name__} is no plain value: {value!r}")
+
+
+def canonical(value: Any) -> str:
+    """One spelling of a plain value (dicts, lists, strings, numbers, dataclasses) as JSON: sorted keys, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain)
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits that stand for a plain value."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
+
+
+def artifact_id(kind: str, identity: dict[str, Any]) -> str:
+    """The id of the artifact of this kind whose content `identity` determines."""
+    return digest({"kind": kind, "identity": identity})
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes the names inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file atomically and durably: a reader sees the old text or the new, never a part."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=_plain) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One artifact, made or not: `folder` is where it is (or will be) once complete."""
+
+    kind: str
+    id: str
+    folder: Path
+    identity: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def partial(self) -> Path:
+        """Where it grows until it is complete."""
+        return self.folder.with_name(self.folder.name + ".partial")
+
+    @property
+    def complete(self) -> bool:
+        """True once the manifest is in place."""
+        return (self.folder / MANIFEST).is_file()
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest; StoreError when it is absent or cannot be read."""
+        path = self.folder / MANIFEST
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise StoreError(f"{path}: not found, so {self.kind} {self.id} is not complete") from None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path}: cannot be read ({error}); delete {self.folder} and make it again") from error
+        if not isinstance(found, dict):
+            raise StoreError(f"{path}: found a {type(found).__name__}, expected an object; delete {self.folder}")
+        return found
+
+
+class Artifacts:
+    """All artifacts under one root folder.
+
+    `attached` marks a helper rank of a training run: it sees the folders and writes, locks and renames nothing.
+    `context` is added to every manifest that is committed (the run that made it, what it was made from).
+    """
+
+    def __init__(self, root: Path, attached: bool = False) -> None:
+        self.root = Path(root)
+        self.attached = attached
+        self.context: dict[str, Any] = {}
+        self._locks: dict[Path, int] = {}
+
+    def of(self, kind: str, identity: dict[str, Any]) -> Artifact:
+        """The artifact that `identity` leads to, whether or not it exists."""
+        name = artifact_id(kind, identity)
+        return Artifact(kind, name, self.root / kind / name, identity)
+
+    def resolve(self, kind: str, given: str | None, expected: Artifact, make: str) -> Artifact:
+        """The artifact to read: the id or folder that the user gave, else the one that the config leads to.
+
+        RequestError when it is absent, half-written, broken or of another kind; `make` is the command that makes it.
+        """
+        artifact, where = expected, kind
+        if given is not None:
+            folder = Path(given).expanduser() if os.sep in given or Path(given).is_dir() else self.root / kind / given
+            artifact, where = Artifact(kind, folder.name, folder.absolute()), f"inputs.{kind}={given}"
+        if artifact.complete:
+            try:
+                found = artifact.manifest().get("kind", kind)
+            except StoreError as error:
+                raise RequestError(str(error)) from error
+            if found != kind:
+                raise RequestError(
+                    f"{where}: {artifact.folder} holds a {found} artifact, expected {kind}; run `{make}`"
+                )
+            return artifact
+        if artifact.partial.exists():
+            raise RequestError(
+                f"{where}: {artifact.partial} is half-written, expected a complete artifact; run `{make}` to finish it"
+            )
+        found = "a folder without a manifest" if artifact.folder.exists() else "nothing"
+        raise RequestError(
+            f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact; run `{make}`"
+        )
+
+    @contextmanager
+    def lock(self, artifact: Artifact) -> Iterator[None]:
+        """Holds the artifact against other processes; RequestError at once when another one holds it."""
+        self._acquire(artifact)
+        try:
+            yield
+        finally:
+            self.release(artifact)
+
+    def begin(self, artifact: Artifact, resume: bool = False) -> Path:
+        """The folder to work in, locked against other processes until `commit`; emptied unless `resume`."""
+        if self.attached:
+            return artifact.partial
+        self._acquire(artifact)
+        try:
+            if artifact.complete:
+                raise RequestError(
+                    f"{artifact.folder}: another process has completed it meanwhile; run again to use it"
+                )
+            if artifact.folder.exists():
+                raise RequestError(f"{artifact.folder}: exists without a manifest, so nobody can use it; delete it")
+            if artifact.partial.exists() and not resume:
+                shutil.rmtree(artifact.partial)
+            artifact.partial.mkdir(parents=True, exist_ok=True)
+        except BaseException:
+            self.release(artifact)
+            raise
+        return artifact.partial
+
+    def commit(self, artifact: Artifact, manifest: dict[str, Any]) -> None:
+        """Completes what `begin` started: manifest last, everything fsynced, one rename."""
+        if self.attached:
+            return
+        write_json(artifact.partial / MANIFEST, self._stamped(artifact, manifest))
+        for folder, _, files in os.walk(artifact.partial):
+            for name in files:
+                with open(Path(folder) / name, "rb") as file:
+                    os.fsync(file.fileno())
+            fsync_folder(Path(folder))
+        os.rename(artifact.partial, artifact.folder)
+        fsync_folder(artifact.folder.parent)
+        self.release(artifact)
+
+    def amend(self, artifact: Artifact, manifest: dict[str, Any]) -> None:
+        """Replaces the manifest of a complete artifact (states that gained layers)."""
+        if not self.attached:
+            write_json(artifact.folder / MANIFEST, self._stamped(artifact, manifest))
+
+    def release(self, artifact: Artifact) -> None:
+        """Gives the lock back; nothing happens when it is not held."""
+        handle = self._locks.pop(artifact.folder, None)
+        if handle is not None:
+            _lock_path(artifact).unlink(missing_ok=True)
+            os.close(handle)
+
+    def close(self) -> None:
+        """Gives every lock back, so that a failed stage can be tried again by the same process."""
+        for folder in list(self._locks):
+            self.release(Artifact(folder.parent.name, folder.name, folder))
+
+    def _stamped(self, artifact: Artifact, manifest: dict[str, Any]) -> dict[str, Any]:
+        made = {
+            "kind": artifact.kind,
+            "id": artifact.id,
+            "created": datetime.now().astimezone().isoformat("T", "seconds"),
+        }
+        return {**made, **self.context, "identity": artifact.identity, **manifest}
+
+    def _acquire(self, artifact: Artifact) -> None:
+        """Takes an flock, which the kernel drops when its owner dies: a dead owner's lock is free."""
+        if artifact.folder in self._locks:
+            return
+        path = _lock_path(artifact)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(handle, 200).decode(errors="replace").strip() or "another process"
+                os.close(handle)
+                raise RequestError(
+                    f"{artifact.partial}: is being made by {owner}; wait for it, or stop it and run again"
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                    os.close(handle)
+                    raise
+                log.warning("%s: this file system has no locks; do not start the same stage twice at once", path.parent)
+            # A previous owner may have removed the name between our open and our lock.
+            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+                break
+            os.close(handle)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._locks[artifact.folder] = handle
+
+
+def _lock_path(artifact: Artifact) -> Path:
+    return artifact.folder.with_name(artifact.folder.name + ".lock")

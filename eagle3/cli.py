@@ -1,0 +1,198 @@
+"""The command `eagle3`: composes the configuration, checks it, opens a run, hands it to one stage, maps the exit code.
+
+Beside the walk. Nothing here imports torch, so that --help, --cfg and tab completion answer at once. Hydra composes
+and lists; the stage runs after Hydra has returned, so that errors, folders and exit codes are ours alone:
+0 = done, 1 = it failed while running, 2 = the request is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+import eagle3.stages
+from eagle3.config import Config, check_nodes
+from eagle3.errors import Eagle3Error, RequestError
+from eagle3.runs import Run
+from eagle3.validation import explain, validate
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+TRAINING_STAGES = ("train", "pipeline")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra made of the command line: the application's config and what it says about the run."""
+
+    node: DictConfig
+    overrides: list[str]
+    run_folder: Path | None
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived; treated as Ctrl-C is."""
+
+
+def main() -> None:
+    """The console script `eagle3` and `python -m eagle3`."""
+    sys.exit(command())
+
+
+def command() -> int:
+    """Runs the command line in sys.argv; returns its exit code."""
+    try:
+        composed = compose()
+    except Eagle3Error as error:
+        return _refuse(str(error), error.exit_code)
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror or error}; give a folder that can be written", 2)
+    except Exception as error:
+        return _refuse(explain(error), 2)
+    return 0 if composed is None else execute(composed)
+
+
+def compose() -> Composed | None:
+    """Lets Hydra read the command line; None when it only had something to print."""
+    received: list[Composed] = []
+
+    def receive(node: DictConfig) -> None:
+        settings = HydraConfig.get()
+        if settings.mode == RunMode.RUN:
+            folder = Path(settings.run.dir)
+            received.append(
+                Composed(node, list(settings.overrides.task), None if folder == Path(".") else folder.absolute())
+            )
+
+    ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    sys.argv[1:] = _absolute_config_path(sys.argv[1:])
+    arguments: dict[str, Any] = {"config_path": "pkg://eagle3.conf", "config_name": "config", "version_base": "1.3"}
+    if "execution_whitelist" in inspect.signature(hydra.main).parameters:
+        arguments["execution_whitelist"] = ["eagle3", "lightning"]
+    with _raising():
+        hydra.main(**arguments)(receive)()
+    return received[0] if received else None
+
+
+def execute(composed: Composed) -> int:
+    """Runs one stage in a run folder of its own; returns the exit code."""
+    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name)), 0)
+    try:
+        cfg = validate(composed.node)
+        stage = stage_module(cfg.stage.name)
+        if rank > 0:
+            run = Run.attach(cfg, rank, composed.run_folder)
+        else:
+            run = Run.start(cfg, composed.overrides, composed.run_folder)
+    except Eagle3Error as error:
+        return _refuse(str(error), error.exit_code)
+    try:
+        with _terminable():
+            check_nodes(cfg if cfg.stage.name in TRAINING_STAGES else {"model": cfg.model})
+            metrics = stage.run(cfg, run)
+    except BaseException as error:
+        return _failed(run, error)
+    run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
+    run.finish("done", 0, metrics)
+    return 0
+
+
+def stages() -> list[str]:
+    """The names of all stages."""
+    return sorted(module.name for module in pkgutil.iter_modules(eagle3.stages.__path__))
+
+
+def stage_module(name: str) -> Any:
+    """The module whose `run(cfg, run)` does the stage."""
+    if name not in stages():
+        raise RequestError(f"stage.name: found {name!r}, expected one of {', '.join(stages())}; try stage=pipeline")
+    return importlib.import_module(f"eagle3.stages.{name}")
+
+
+def _failed(run: Run, error: BaseException) -> int:
+    """Says in one line what happened, writes the whole of it to run.log, closes the run; returns the exit code."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        status, code = "interrupted", 1
+        message = f"{run.cfg.stage.name} was stopped by {'SIGTERM' if isinstance(error, Terminated) else 'a signal'}"
+        message += "; the same command goes on from what is complete"
+    elif isinstance(error, Eagle3Error):
+        status, code = "failed" if error.exit_code == 1 else "refused", error.exit_code
+        message = str(error) or type(error).__name__
+    else:
+        status, code = "failed", 1
+        message = f"{run.cfg.stage.name} failed: {' <- '.join(_causes(error))}"
+    run.file_only(message, error)
+    run.finish(status, code, error=message)
+    where = "" if code == 2 else f"\nfull traceback in {_short(run.log_file)}"
+    return _refuse(message + where, code)
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    current: BaseException | None = error
+    while current is not None:
+        text = " ".join(str(current).split())
+        yield f"{type(current).__name__}: {text}" if text else type(current).__name__
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"eagle3: {message}", file=sys.stderr)
+    return code
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _absolute_config_path(arguments: list[str]) -> list[str]:
+    """Hydra takes a relative --config-path as relative to this module; people mean the folder they are in."""
+    found = list(arguments)
+    for i, argument in enumerate(found):
+        if argument in ("-cp", "--config-path") and i + 1 < len(found) and Path(found[i + 1]).is_dir():
+            found[i + 1] = str(Path(found[i + 1]).absolute())
+        name, _, value = argument.partition("=")
+        if name in ("-cp", "--config-path") and value and Path(value).is_dir():
+            found[i] = f"{name}={Path(value).absolute()}"
+    return found
+
+
+@contextmanager
+def _raising() -> Iterator[None]:
+    """Makes Hydra raise what it would otherwise print, so that one place words it and picks the exit code."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Turns SIGTERM into an exception, so that a scheduler's kill still leaves a result.json."""
+
+    def stop(*_: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
