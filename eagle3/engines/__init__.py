@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from eagle3.errors import RequestError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eagle3.checkpoint import Target
+    from eagle3.config import Config
     from eagle3.tokens import Sample
 
 
@@ -73,3 +77,23 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees the model."""
         ...
+
+    def __enter__(self) -> Engine:
+        """Opens nothing: the engine is open once it exists."""
+        ...
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes it."""
+        ...
+
+
+def open_engine(cfg: Config, target: Target) -> Engine:
+    """Loads the target into the engine that `hardware.engine` names. RequestError for one that is not there."""
+    if cfg.hardware.engine == "transformers":
+        from eagle3.engines.transformers import TransformersEngine
+
+        return TransformersEngine(target, cfg.hardware)
+    raise RequestError(
+        f"hardware.engine: found {cfg.hardware.engine!r}, expected 'transformers' (the only engine of this version); "
+        "try hardware=cpu or hardware=gpu_1"
+    )

@@ -1,0 +1,90 @@
+"""Key/value memory for continuous decoding: one preallocated row per sequence, handed to transformers as its cache.
+
+Growing a cache by concatenation, as the library's own does, copies all keys and values at each token. Here each
+sequence owns a row, a step writes one column per row, and attention reads rows 0 ... live-1 up to the longest of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Cursor:
+    """Where the next forward writes: columns `positions` [B, T] of rows `rows` [B]; it reads `width` columns back."""
+
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
+    width: int = 0
+    dense: bool = False
+    """Whether rows are exactly 0 ... B-1, so that attention can read them in place."""
+
+
+class RowLayer(CacheLayerMixin):
+    """One decoder layer's keys and values [slots, heads, capacity, head_dim], allocated at the first forward."""
+
+    is_sliding = False
+
+    def __init__(self, cursor: Cursor, slots: int, capacity: int) -> None:
+        super().__init__()
+        self.cursor, self.slots, self.capacity = cursor, slots, capacity
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Zeros, not empty: what lies behind a mask is multiplied by 0, and 0 times an old NaN is NaN.
+        for name, states in (("keys", key_states), ("values", value_states)):
+            shape = (self.slots, states.shape[1], self.capacity, states.shape[3])
+            setattr(self, name, torch.zeros(shape, dtype=states.dtype, device=states.device))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Stores [B, heads, T, head_dim] at the cursor; returns the rows' columns 0 ... width-1."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cursor = self.cursor
+        rows = cursor.rows[:, None].expand_as(cursor.positions)
+        read: list[Tensor] = []
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            assert memory is not None
+            memory[rows, :, cursor.positions] = states.transpose(1, 2)
+            live = slice(len(cursor.rows)) if cursor.dense else cursor.rows
+            read.append(memory[live, :, : cursor.width])
+        return read[0], read[1]
+
+    def copy_columns(self, source: int, targets: Tensor, width: int) -> None:
+        """Copies the first `width` columns of one row into others."""
+        for memory in (self.keys, self.values):
+            assert memory is not None
+            memory[targets, :, :width] = memory[source, :, :width]
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cursor.width, 0
+
+
+class RowCache(Cache):
+    """The rows of all layers, moved by one cursor. Masks and positions are the caller's: pass a 4D mask."""
+
+    def __init__(self, num_layers: int, slots: int, capacity: int) -> None:
+        self.cursor, self.slots = Cursor(), slots
+        self.row_layers = [RowLayer(self.cursor, slots, capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.row_layers))
+
+    def point(self, rows: Tensor, positions: Tensor, width: int, dense: bool) -> None:
+        """Sets where the next forward writes and how far it reads."""
+        self.cursor.rows, self.cursor.positions = rows, positions
+        self.cursor.width, self.cursor.dense = width, dense
+
+    def copy_columns(self, source: int, targets: Tensor, width: int) -> None:
+        """Copies the first `width` columns of one row into others, in every layer."""
+        for layer in self.row_layers:
+            layer.copy_columns(source, targets, width)
