@@ -206,6 +206,7 @@ class ExportConfig:
 
     target: str = choice("vllm")
     engine_version: str | None = None
+    dtype: str = choice("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
