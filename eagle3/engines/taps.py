@@ -1,4 +1,4 @@
-"""Forward hooks that hand out the residual stream of a Hugging Face model at layer ids: for capture and for decoding."""
+"""Hooks that hand out the residual stream of a Hugging Face model at layer ids, for capture and for decoding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from eagle3.adapter import Adapter
 
 
+class AllCaught(Exception):
+    """Leaves a forward pass behind the last layer that was asked for."""
+
+
 class StateTaps:
     """While open, every forward of the model leaves its states, by layer id, in the dict that `with` gives out.
 
-    Each state is what the layer handed on, [B, T, H]. With `leave_early` the forward ends at the last tapped layer and
-    the `with` block with it.
+    Each state is what the layer handed on, [B, T, H]. With `leave_early` the forward ends behind the last tapped layer
+    by raising AllCaught, since the layers after it are for nobody.
     """
 
     def __init__(
@@ -39,25 +43,20 @@ class StateTaps:
                 self._handles.append(self._layers[k - 1].register_forward_hook(self._catcher(k)))
         return self._caught
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
+    def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        return kind is _AllCaught
 
     def _catch_embedding(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._caught[0] = args[0] if args else kwargs["hidden_states"]
         if self._last == 0:
-            raise _AllCaught
+            raise AllCaught
 
     def _catcher(self, k: int) -> Any:
         def catch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._caught[k] = self._adapter.residual(output)
             if k == self._last:
-                raise _AllCaught
+                raise AllCaught
 
         return catch
-
-
-class _AllCaught(Exception):
-    """Leaves a forward pass behind the last layer that was asked for."""
