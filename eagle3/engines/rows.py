@@ -2,13 +2,12 @@
 
 An engine mixes documents in a batch, reorders them and may split a long one over several batches, and no public seam
 says which rows belong to which request. Token ids and positions do: a document starts at position 0, and a chunk that
-starts at p > 0 belongs to the one open sample that expects p and whose ids agree. That needs prefix caching off, so that
-every row is computed, and no other request in flight.
+starts at p > 0 belongs to the one open sample that expects p and whose ids agree. So prefix caching must be off, since
+every row must be computed, and no other request in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,55 +60,74 @@ class RowMatcher:
 
         Raises EngineError when rows belong to no open sample, or to several that differ in what came before.
         """
+        stops = [*np.flatnonzero(np.diff(positions) != 1) + 1, len(positions)]
+        starts = [0, *stops[:-1]]
+        continued: dict[int, OpenSample] = {}
+        for sample in [sample for sample in self._open.values() if sample.rows_seen]:
+            row = self._continuation(sample, input_ids, positions, starts, stops)
+            if row in continued:
+                raise self._ambiguous(input_ids[row:], sample.rows_seen)
+            if row is not None:
+                continued[row] = sample
         runs: list[Run] = []
+        firsts = sorted({*starts, *continued})
+        pieces = [(first, after) for first, after in zip(firsts, [*firsts[1:], len(positions)], strict=True)]
         # Longest first: a whole document must not lose its rows to a chunk of another with the same beginning.
-        for first, count in sorted(_pieces(positions), key=lambda piece: -piece[1]):
-            while count:
-                ids, position = input_ids[first : first + count], int(positions[first])
-                sample, taken = self._owner(ids, position)
-                runs.append(Run(sample, position, first, taken))
-                sample.rows_seen = position + taken
-                if sample.rows_seen == len(sample.input_ids):
-                    del self._open[sample.input_ids.tobytes()]
-                first, count = first + taken, count - taken
+        for first, after in sorted(pieces, key=lambda piece: piece[0] - piece[1]):
+            ids, position = input_ids[first:after], int(positions[first])
+            sample = continued.get(first) or self._beginning(ids, position)
+            if sample is None or not np.array_equal(sample.input_ids[position : position + len(ids)], ids):
+                raise self._unknown(ids, position)
+            runs.append(Run(sample, position, int(first), len(ids)))
+            sample.rows_seen = position + len(ids)
+            if sample.rows_seen == len(sample.input_ids):
+                del self._open[sample.input_ids.tobytes()]
         return runs
 
-    def _owner(self, ids: np.ndarray, position: int) -> tuple[OpenSample, int]:
-        """The sample that the rows from `position` on belong to, and how many of them."""
+    def _continuation(
+        self, sample: OpenSample, input_ids: np.ndarray, positions: np.ndarray, starts: list[int], stops: list[int]
+    ) -> int | None:
+        """The row at which a sample that was split goes on in this batch; None when it was not scheduled.
+
+        It stands where the positions jump, or by chance right behind rows of another document that end at its position.
+        """
+        found: list[int] = []
+        for start, stop in zip(starts, stops, strict=True):
+            row = start + sample.rows_seen - int(positions[start])
+            if not start <= row < stop:
+                continue
+            count = min(len(sample.input_ids) - sample.rows_seen, stop - row)
+            agrees = np.array_equal(
+                sample.input_ids[sample.rows_seen : sample.rows_seen + count], input_ids[row : row + count]
+            )
+            if agrees and (row == start or self._beginning(input_ids[start:row], int(positions[start])) is not None):
+                found.append(row)
+        found = [row for row in found if row in starts] or found
+        if len(found) > 1:
+            raise self._ambiguous(input_ids[found[0] :], sample.rows_seen)
+        return found[0] if found else None
+
+    def _beginning(self, ids: np.ndarray, position: int) -> OpenSample | None:
+        """The sample not yet begun that these rows from `position` on are the beginning of."""
+        if position:
+            return None
         whole = self._open.get(ids.tobytes())
-        if position == 0 and whole is not None and whole.rows_seen == 0:
-            return whole, len(ids)
-        fits = [fit for fit in self._fits(ids, position)]
-        if not fits:
-            raise EngineError(
-                f"capture: the engine computed {len(ids)} rows from position {position} on (token ids "
-                f"{ids[:6].tolist()}…) that belong to none of the {len(self._open)} open samples; is another request in "
-                "flight, or prefix caching on? Try hardware.engine_options.enable_prefix_caching=false"
-            )
-        # All rows in one sample rather than a sample's end and another's chunk that happens to follow on.
-        most = max(count for _, count in fits)
-        best = [sample for sample, count in fits if count == most]
-        complete = [sample for sample in best if position + most == len(sample.input_ids)]
-        best = complete or best
-        before = {sample.input_ids[: position + most].tobytes() for sample in best}
-        if len(before) > 1:
-            raise EngineError(
-                f"capture: {most} rows from position {position} on (token ids {ids[:6].tolist()}…) fit {len(before)} open "
-                "samples that differ before; set hardware.batch_tokens to at least the longest sample, so that none is "
-                "split"
-            )
-        return best[0], most
+        if whole is not None and whole.rows_seen == 0:
+            return whole
+        for sample in self._open.values():  # engines start documents in the order of their arrival
+            if sample.rows_seen == 0 and np.array_equal(sample.input_ids[: len(ids)], ids):
+                return sample
+        return None
 
-    def _fits(self, ids: np.ndarray, position: int) -> Iterator[tuple[OpenSample, int]]:
-        for sample in self._open.values():
-            if sample.rows_seen == position:
-                count = min(len(ids), len(sample.input_ids) - position)
-                if np.array_equal(sample.input_ids[position : position + count], ids[:count]):
-                    yield sample, count
+    def _unknown(self, ids: np.ndarray, position: int) -> EngineError:
+        return EngineError(
+            f"capture: the engine computed {len(ids)} rows from position {position} on (token ids {ids[:6].tolist()}…) "
+            f"that belong to none of the {len(self._open)} open samples; is another request in flight, or prefix "
+            "caching on? Try hardware.engine_options.enable_prefix_caching=false"
+        )
 
-
-def _pieces(positions: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First row and length of each stretch of consecutive positions."""
-    starts = np.flatnonzero(np.diff(positions, prepend=positions[:1] + 1) != 1)
-    for first, after in zip(starts, [*starts[1:], len(positions)], strict=True):
-        yield int(first), int(after - first)
+    def _ambiguous(self, ids: np.ndarray, position: int) -> EngineError:
+        return EngineError(
+            f"capture: rows from position {position} on (token ids {ids[:6].tolist()}…) fit several samples that were "
+            "split; set hardware.batch_tokens to at least the longest sample, so that none is split"
+        )
