@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle3.engines.rows import OpenSample, RowMatcher
+from eagle3.engines.matching import OpenSample, RowMatcher
 from eagle3.errors import EngineError
 
 
