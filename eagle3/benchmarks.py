@@ -1,0 +1,83 @@
+"""Prompt sets to measure a drafter on: MT-bench, HumanEval, GSM8K, the dataset's held-out prompts, a file of yours.
+
+Only the first user turn of each is asked, so that every prompt stands alone. Which prompts are taken depends on nothing
+but their number: evenly spaced over the set, since benchmarks are sorted by category.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3.assets import PREFIX
+from eagle3.config import SourceConfig
+from eagle3.errors import RequestError
+from eagle3.prompts import Conversation, Message, read_source
+
+HELDOUT = "heldout"
+PACKAGED = ("mt_bench", "human_eval", "gsm8k")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts to decode; `digest` stands for their texts, `available` is how many the whole set has."""
+
+    name: str
+    prompts: tuple[Conversation, ...]
+    available: int
+
+    @property
+    def digest(self) -> str:
+        texts = [[(message.role, message.content) for message in prompt.messages] for prompt in self.prompts]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def prompt_sets(
+    names: Sequence[str], count: int | None, cache: Path, heldout: Callable[[], Sequence[Conversation]]
+) -> list[PromptSet]:
+    """The sets of `evaluate.sets`, `count` prompts of each (None: all); `heldout` is called if its set is wanted.
+
+    Raises RequestError for an unknown name, a file without prompts, or a set that would be there twice.
+    """
+    sets = []
+    for name in names:
+        label, conversations = _read(name, cache, heldout)
+        if not conversations:
+            raise RequestError(
+                f"evaluate.sets: found no prompt in '{name}', expected some; correct the file, or for {HELDOUT} give "
+                "the dataset a source with role=heldout"
+            )
+        if label in (known.name for known in sets):
+            raise RequestError(f"evaluate.sets: found '{label}' twice in {list(names)}, expected distinct sets")
+        taken = len(conversations) if count is None else min(count, len(conversations))
+        chosen = [conversations[i * len(conversations) // taken] for i in range(taken)]
+        sets.append(PromptSet(label, tuple(chosen), len(conversations)))
+    return sets
+
+
+def _read(name: str, cache: Path, heldout: Callable[[], Sequence[Conversation]]) -> tuple[str, list[Conversation]]:
+    if name == HELDOUT:
+        return name, [_first_turn(conversation) for conversation in heldout()]
+    if name in PACKAGED:
+        label, source = name, SourceConfig(path=f"{PREFIX}{name}", turns=1, role=HELDOUT)
+    elif Path(name).expanduser().is_file():
+        label, source = Path(name).stem, SourceConfig(path=name, turns=1, role=HELDOUT)
+    else:
+        raise RequestError(
+            f"evaluate.sets: found '{name}', expected {HELDOUT}, one of {list(PACKAGED)}, or a file of prompts; "
+            "try evaluate.sets=[heldout,mt_bench]"
+        )
+    return label, [_first_turn(conversation) for conversation in read_source(label, source, cache)]
+
+
+def _first_turn(conversation: Conversation) -> Conversation:
+    """Without the answer that the data may have."""
+    asked: list[Message] = []
+    for message in conversation.messages:
+        if message.role == "assistant":
+            break
+        asked.append(message)
+    return Conversation(conversation.key, tuple(asked), conversation.source, conversation.role)
