@@ -78,4 +78,6 @@ def _merge(
     """Adds pairs (token * V + next) that were not counted yet to the counted ones."""
     new, new_counts = np.unique(np.concatenate([np.empty(0, np.int64), *waiting]), return_counts=True)
     merged, where = np.unique(np.concatenate([pairs, new]), return_inverse=True)
-    return merged, np.bincount(where, weights=np.concatenate([counts, new_counts]), minlength=len(merged)).astype(np.int64)
+    return merged, np.bincount(where, weights=np.concatenate([counts, new_counts]), minlength=len(merged)).astype(
+        np.int64
+    )
