@@ -1,0 +1,239 @@
+"""What an evaluation says: results per prompt, their summary per set, the proof of losslessness, the final table.
+
+Reads what `decoding` measured and is driven by `stages/evaluate`. The headline of a set leaves out prompts whose output
+ran into a loop: a looping text is predicted easily by any drafter, so it would flatter acceptance and speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from eagle3.decoding import Acceptance, Decoded, LiveTarget
+from eagle3.errors import RequestError, StageFailed
+
+OURS = "drafter"
+
+_LOOP_REPEATS = 4
+_LOOP_TOKENS = 24
+_LONGEST_PERIOD = 64
+# Two forwards of one text through differently shaped batches agree to about this much of the largest logit.
+_TIE_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether the text ends in a loop: at least 4 times the same piece of 1-64 tokens, at least 24 tokens in all."""
+    n = len(token_ids)
+    for period in range(1, min(_LONGEST_PERIOD, n // _LOOP_REPEATS) + 1):
+        length = max(_LOOP_REPEATS * period, _LOOP_TOKENS)
+        if length <= n and all(token_ids[i] == token_ids[i - period] for i in range(n - length + period, n)):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where drafting changed the text, and how sure the target was there.
+
+    `margin` is what the target's best logit is above the lower of the two chosen tokens' logits; up to `tolerance`
+    the two forwards of one text may disagree by rounding alone, and the difference is a tie.
+    """
+
+    position: int
+    plain: int
+    speculative: int
+    margin: float
+    tolerance: float
+
+    @property
+    def tie(self) -> bool:
+        return self.margin <= self.tolerance
+
+
+def find_difference(
+    target: LiveTarget, prompt_ids: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
+) -> Difference | None:
+    """None when both decodings wrote the same ids; else the first difference, judged by a forward without any cache."""
+    if list(plain) == list(speculative):
+        return None
+    pairs = enumerate(zip(plain, speculative, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), None)
+    if position is None:
+        raise StageFailed(
+            f"evaluate: decoding ended after {len(speculative)} tokens with the drafter, {len(plain)} without, and "
+            "the ids before are equal; expected the same end. Please report this"
+        )
+    logits = target.next_logits([*prompt_ids, *plain[:position]])
+    tolerance = _TIE_TOLERANCE[logits.dtype] * float(logits.abs().max())
+    chosen = logits[[plain[position], speculative[position]]]
+    margin = float(logits.max() - chosen.min())
+    return Difference(position, plain[position], speculative[position], margin, tolerance)
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt, decoded plainly and with the drafter; `acceptance` holds the drafter's counts and the baselines'."""
+
+    key: str
+    prompt_tokens: int
+    plain: Decoded
+    speculative: Decoded
+    difference: Difference | None
+    acceptance: Mapping[str, Acceptance]
+
+    @property
+    def looping(self) -> bool:
+        ids = self.plain.token_ids
+        return loops(ids[:-1] if self.plain.finish == "stop" else ids)
+
+    def record(self, text: str) -> dict[str, Any]:
+        """Plain values for evaluation.json; `text` is the decoded output."""
+        difference = self.difference
+        return {
+            "key": self.key,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": len(self.speculative.token_ids),
+            "finish": self.plain.finish,
+            "looping": self.looping,
+            "identical": difference is None,
+            "difference": None if difference is None else {**dataclasses.asdict(difference), "tie": difference.tie},
+            "seconds": self.speculative.seconds,
+            "seconds_plain": self.plain.seconds,
+            "acceptance_length": {name: counts.acceptance_length for name, counts in self.acceptance.items()},
+            "accepted_by_round": list(self.speculative.accepted),
+            "text": text,
+        }
+
+
+def summarize(results: Sequence[PromptResult], k: int, temperature: float) -> dict[str, Any]:
+    """The metrics of one prompt set (or of several together), over the prompts whose output did not loop.
+
+    `acceptance_length_all` also counts the looping ones. A rate that nothing was measured for is None.
+    """
+    kept = [result for result in results if not result.looping]
+    ours = pool(kept, OURS, k)
+    tokens_per_s = _rate([result.speculative for result in kept])
+    tokens_per_s_plain = _rate([result.plain for result in kept])
+    differences = [result.difference for result in results if result.difference is not None]
+    baselines = [name for name in (results[0].acceptance if results else ()) if name != OURS]
+    return {
+        "acceptance_length": ours.acceptance_length,
+        "accepted_drafts": ours.accepted_drafts,
+        "k": k,
+        "temperature": temperature,
+        "per_position": ours.conditional,
+        "per_position_unconditional": ours.unconditional,
+        "lossless": all(difference.tie for difference in differences),
+        "ties": sum(difference.tie for difference in differences),
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_plain": tokens_per_s_plain,
+        "speedup": tokens_per_s / tokens_per_s_plain if tokens_per_s and tokens_per_s_plain else None,
+        "prompts": len(results),
+        "looping": len(results) - len(kept),
+        "rounds": ours.rounds,
+        "acceptance_length_all": pool(results, OURS, k).acceptance_length,
+        "baselines": {name: pool(kept, name, k).acceptance_length for name in baselines},
+    }
+
+
+def pool(results: Sequence[PromptResult], name: str, k: int) -> Acceptance:
+    """The counts of all rounds of all prompts together: a long answer weighs more than a short one, as in serving."""
+    reached = [0] * (k + 1)
+    for result in results:
+        reached = [total + more for total, more in zip(reached, result.acceptance[name].reached, strict=True)]
+    return Acceptance(tuple(reached))
+
+
+def _rate(decodings: Sequence[Decoded]) -> float | None:
+    seconds = sum(decoded.seconds for decoded in decodings)
+    return sum(len(decoded.token_ids) for decoded in decodings) / seconds if seconds else None
+
+
+def table(summaries: Mapping[str, dict[str, Any]], baselines: Sequence[str], k: int, title: str) -> Table:
+    """The table that an evaluation ends with: one row a prompt set."""
+    columns = Table(title=title, title_justify="left", caption_justify="left", caption=_caption(summaries, k))
+    columns.add_column("prompts")
+    columns.add_column("acceptance length", justify="right", style="bold")
+    for name in baselines:
+        columns.add_column(name, justify="right")
+    columns.add_column("accepted at 1..k", justify="right")
+    columns.add_column("tokens/s", justify="right")
+    columns.add_column("plain", justify="right")
+    columns.add_column("speed-up", justify="right")
+    columns.add_column("same text", justify="right")
+    for name, summary in summaries.items():
+        identical = summary["prompts"] - summary["ties"] if summary["lossless"] else "NO"
+        columns.add_row(
+            f"{name} ({summary['prompts']})",
+            _number(summary["acceptance_length"], 3),
+            *[_number(summary["baselines"][baseline], 3) for baseline in baselines],
+            " ".join(_number(rate, 2) for rate in summary["per_position"]),
+            _number(summary["tokens_per_s"], 1),
+            _number(summary["tokens_per_s_plain"], 1),
+            _number(summary["speedup"], 2),
+            f"{identical}" + (f" + {summary['ties']} tied" if summary["ties"] and summary["lossless"] else ""),
+        )
+    return columns
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _caption(summaries: Mapping[str, dict[str, Any]], k: int) -> str:
+    looping = sum(summary["looping"] for summary in summaries.values())
+    lines = [f"Greedy, {k} drafts a round. An acceptance length of 1 means that no draft was accepted."]
+    if looping:
+        lines.append(f"Left out: {looping} of the outputs, which ran into a loop.")
+    if any(summary["speedup"] is not None and summary["speedup"] < 1 for summary in summaries.values()):
+        lines.append("Slower than plain decoding here: the target's forward is too cheap for drafts to pay.")
+    return "\n".join(lines)
+
+
+def compare(first: Path, second: Path) -> dict[str, tuple[float | None, float | None]]:
+    """Acceptance lengths of two evaluation.json files side by side, per set that both hold.
+
+    Logs one warning that lists every setting in which they differ (engine, version, k, temperature, template, prompts):
+    such numbers must not be compared as if only the drafter had changed. Raises RequestError for a file that is no
+    evaluation.
+    """
+    loaded = [_load(path) for path in (first, second)]
+    differing = differences(loaded[0]["setting"], loaded[1]["setting"])
+    if differing:
+        logging.getLogger("eagle3").warning(
+            "%s and %s were measured differently: %s; compare them with care", first, second, "; ".join(differing)
+        )
+    sets = [loaded[0]["sets"], loaded[1]["sets"]]
+    shared = [name for name in sets[0] if name in sets[1]]
+    return {name: (sets[0][name]["acceptance_length"], sets[1][name]["acceptance_length"]) for name in shared}
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """The settings in which two evaluations differ, as "name: first, second"."""
+    found = []
+    for name in sorted({*first, *second}):
+        a, b = first.get(name), second.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found.extend(f"{name}.{line}" for line in differences(a, b))
+        elif a != b:
+            found.append(f"{name}: {a}, {b}")
+    return found
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        return {"setting": found["setting"], "sets": found["sets"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"{path}: expected an evaluation.json of `eagle3 stage=evaluate`, found {type(error).__name__}: {error}; "
+            "see `eagle3 stage=runs` for the runs that evaluated"
+        ) from error
