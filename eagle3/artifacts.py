@@ -203,8 +203,7 @@ class Artifacts:
         """Gives the lock back; nothing happens when it is not held."""
         handle = self._locks.pop(artifact.folder, None)
         if handle is not None:
-            _lock_path(artifact).unlink(missing_ok=True)
-            os.close(handle)
+            drop_lock(_lock_path(artifact), handle)
 
     def close(self) -> None:
         """Gives every lock back, so that a failed stage can be tried again by the same process."""
@@ -220,33 +219,42 @@ class Artifacts:
         return {**made, **self.context, "identity": artifact.identity, **manifest}
 
     def _acquire(self, artifact: Artifact) -> None:
-        """Takes an flock, which the kernel drops when its owner dies: a dead owner's lock is free."""
-        if artifact.folder in self._locks:
-            return
-        path = _lock_path(artifact)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.read(handle, 200).decode(errors="replace").strip() or "another process"
-                os.close(handle)
-                raise RequestError(
-                    f"{artifact.partial}: is being made by {owner}; wait for it, or stop it and run again"
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                    os.close(handle)
-                    raise
-                log.warning("%s: this file system has no locks; do not start the same stage twice at once", path.parent)
-            # A previous owner may have removed the name between our open and our lock.
-            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
-                break
+        if artifact.folder not in self._locks:
+            self._locks[artifact.folder] = take_lock(_lock_path(artifact), str(artifact.partial))
+
+
+def take_lock(path: Path, what: str) -> int:
+    """Locks `path` for this process and returns the open handle; RequestError at once when another process has it.
+
+    The kernel drops an flock when its owner dies, so a dead owner's lock is free.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._locks[artifact.folder] = handle
+            raise RequestError(f"{what}: is being made by {owner}; wait for it, or stop it and run again") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                os.close(handle)
+                raise
+            log.warning("%s: this file system has no locks; do not start the same stage twice at once", path.parent)
+        # A previous owner may have removed the name between our open and our lock.
+        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+            break
+        os.close(handle)
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return handle
+
+
+def drop_lock(path: Path, handle: int) -> None:
+    """Gives a lock back."""
+    path.unlink(missing_ok=True)
+    os.close(handle)
 
 
 def _lock_path(artifact: Artifact) -> Path:

@@ -23,11 +23,12 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import eagle3.stages
+from eagle3 import plugins, sweep
 from eagle3.config import Config, check_nodes
-from eagle3.errors import Eagle3Error, RequestError
+from eagle3.errors import Eagle3Error, RequestError, StageFailed
 from eagle3.runs import Run
 from eagle3.validation import explain, validate
 
@@ -37,9 +38,9 @@ TRAINING_STAGES = ("train", "pipeline")
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra made of the command line: the application's config and what it says about the run."""
+    """What a command line asks for: the checked configuration, its overrides, the run folder if one was named."""
 
-    node: DictConfig
+    cfg: Config
     overrides: list[str]
     run_folder: Path | None
 
@@ -55,55 +56,69 @@ def main() -> None:
 
 def command() -> int:
     """Runs the command line in sys.argv; returns its exit code."""
-    try:
-        composed = compose()
-    except Eagle3Error as error:
-        return _refuse(str(error), error.exit_code)
-    except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror or error}; give a folder that can be written", 2)
-    except Exception as error:
-        return _refuse(explain(error), 2)
-    return 0 if composed is None else execute(composed)
+    with _terminable():
+        try:
+            composed = compose()
+            return 0 if composed is None else execute(composed)
+        except Eagle3Error as error:
+            return _refuse(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            return _refuse("stopped; the same command goes on from what is complete", 1)
+        except Exception as error:
+            return _refuse(explain(error, sys.argv[1:]), 2)
 
 
 def compose() -> Composed | None:
-    """Lets Hydra read the command line; None when it only had something to print."""
-    received: list[Composed] = []
+    """Lets Hydra read the command line; None when it had something to print or a sweep to run.
+
+    RequestError names what is wrong with the configuration; StageFailed the jobs of a sweep that failed.
+    """
+    received: list[Composed | Eagle3Error] = []
 
     def receive(node: DictConfig) -> None:
         settings = HydraConfig.get()
-        if settings.mode == RunMode.RUN:
-            folder = Path(settings.run.dir)
-            received.append(
-                Composed(node, list(settings.overrides.task), None if folder == Path(".") else folder.absolute())
-            )
+        overrides = [str(override) for override in OmegaConf.to_container(settings.overrides.task, resolve=False) or []]
+        if settings.mode != RunMode.RUN:
+            sweep.run_foreign_job(settings, overrides)
+            return
+        try:
+            folder = None if settings.run.dir == "." else Path(settings.run.dir).absolute()
+            received.append(Composed(validate(node), overrides, folder))
+        except Eagle3Error as error:
+            received.append(error)
 
     ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    plugins.register()
+    sweep.register()
     sys.argv[1:] = _absolute_config_path(sys.argv[1:])
     arguments: dict[str, Any] = {"config_path": "pkg://eagle3.conf", "config_name": "config", "version_base": "1.3"}
     if "execution_whitelist" in inspect.signature(hydra.main).parameters:
         arguments["execution_whitelist"] = ["eagle3", "lightning"]
     with _raising():
         hydra.main(**arguments)(receive)()
-    return received[0] if received else None
+    for item in received:
+        if isinstance(item, Eagle3Error):
+            raise item
+        return item
+    if failures := sweep.ProcessLauncher.failures:
+        raise StageFailed(
+            f"{len(failures)} jobs of the sweep failed: {'; '.join(failures)}; the same command tries them again"
+        )
+    return None
 
 
 def execute(composed: Composed) -> int:
     """Runs one stage in a run folder of its own; returns the exit code."""
+    cfg = composed.cfg
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name)), 0)
+    check_stage(cfg.stage.name)
+    if rank > 0:
+        run = Run.attach(cfg, rank, composed.run_folder)
+    else:
+        run = Run.start(cfg, composed.overrides, composed.run_folder)
     try:
-        cfg = validate(composed.node)
-        stage = stage_module(cfg.stage.name)
-        if rank > 0:
-            run = Run.attach(cfg, rank, composed.run_folder)
-        else:
-            run = Run.start(cfg, composed.overrides, composed.run_folder)
-    except Eagle3Error as error:
-        return _refuse(str(error), error.exit_code)
-    try:
-        with _terminable():
-            check_nodes(cfg if cfg.stage.name in TRAINING_STAGES else {"model": cfg.model})
-            metrics = stage.run(cfg, run)
+        check_nodes(cfg if cfg.stage.name in TRAINING_STAGES else {"model": cfg.model})
+        metrics = importlib.import_module(f"eagle3.stages.{cfg.stage.name}").run(cfg, run)
     except BaseException as error:
         return _failed(run, error)
     run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
@@ -116,11 +131,10 @@ def stages() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(eagle3.stages.__path__))
 
 
-def stage_module(name: str) -> Any:
-    """The module whose `run(cfg, run)` does the stage."""
+def check_stage(name: str) -> None:
+    """RequestError when there is no such stage."""
     if name not in stages():
         raise RequestError(f"stage.name: found {name!r}, expected one of {', '.join(stages())}; try stage=pipeline")
-    return importlib.import_module(f"eagle3.stages.{name}")
 
 
 def _failed(run: Run, error: BaseException) -> int:

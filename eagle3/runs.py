@@ -117,7 +117,13 @@ class Run:
         os.environ[FOLDER_VARIABLE] = str(target)
         run = cls(cfg, target)
         run.artifacts.context["run"] = os.path.relpath(target, run.artifacts.root)
-        run._facts = {"config_hash": config_hash(cfg), "started": _now(), **provenance.collect()}
+        run._facts = {
+            "stage": cfg.stage.name,
+            "model": cfg.model.name,
+            "config_hash": config_hash(cfg),
+            "started": _now(),
+            **provenance.collect(),
+        }
         run._write_provenance()
         run.log.debug("config %s, %s", run._facts["config_hash"], run._facts["command"])
         return run
@@ -172,6 +178,11 @@ class Run:
             yield
         finally:
             self._facts.setdefault("seconds_of", {})[name] = round(time.monotonic() - started, 3)
+
+    def file_only(self, message: str, error: BaseException) -> None:
+        """Writes a message and its whole traceback to run.log, not to the terminal."""
+        details = (type(error), error, error.__traceback__)
+        self._file.handle(logging.LogRecord("eagle3", logging.ERROR, __file__, 0, message, None, details))
 
     def finish(
         self, status: str, exit_code: int, metrics: dict[str, Any] | None = None, error: str | None = None
@@ -239,7 +250,7 @@ class Run:
 
 
 def _now() -> str:
-    return datetime.now().astimezone().isoformat("T", "seconds")
+    return datetime.now().astimezone().isoformat("T", "milliseconds")
 
 
 def _new_folder(cfg: Config) -> Path:

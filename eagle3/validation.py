@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,11 +27,11 @@ def validate(node: DictConfig | dict[str, Any]) -> Config:
     Hydra's own checks let `+typo=1` pass, so the composed config is merged into the schema once more.
     """
     node = node if isinstance(node, DictConfig) else OmegaConf.create(node)
-    faults = [_unknown(path) for path in _unknown_keys(OmegaConf.to_container(node, resolve=False), Config, "")]
-    faults += [_missing(path) for path in sorted(OmegaConf.missing_keys(node))]
-    if faults:
-        raise _refusal(faults)
     try:
+        faults = [_unknown(path) for path in _unknown_keys(OmegaConf.to_container(node, resolve=False), Config, "")]
+        faults += [_missing(path) for path in sorted(OmegaConf.missing_keys(node))]
+        if faults:
+            raise _refusal(faults)
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), node))
     except OmegaConfBaseException as error:
         raise RequestError(explain(error)) from error
@@ -88,25 +90,39 @@ def _unknown_keys(value: Any, schema: Any, prefix: str) -> Iterator[str]:
                 yield from _unknown_keys(entry, inner, f"{prefix}{key}.{name}.")
 
 
+def siblings(path: str) -> list[str]:
+    """The dotted names of the fields that stand beside `path` in the schema; none when its group does not exist."""
+    group = path.split(".")[:-1]
+    schema: Any = Config
+    while group:
+        hint = typing.get_type_hints(schema).get(group.pop(0))
+        form, schema = _schema_of(hint)
+        if form == "entries" and group:
+            group.pop(0)
+        if form == "free":
+            return []
+    prefix = path.rpartition(".")[0]
+    return [f"{prefix}.{item.name}".lstrip(".") for item in dataclasses.fields(schema)]
+
+
 def nearest(path: str) -> list[str]:
-    """The fields whose names are most like this one: those of the same group first."""
-    group, _, name = path.rpartition(".")
-    known = paths()
-    siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == group}
-    close = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
-    same_name = [p for p in known if p.rpartition(".")[2] == name and p not in close]
-    return (close + same_name + difflib.get_close_matches(path, known, n=2, cutoff=0.75))[:2]
+    """The fields whose names are most like this one, at most two: first those beside it."""
+    name = path.rpartition(".")[2]
+    beside = {p.rpartition(".")[2]: p for p in siblings(path)}
+    close = [beside[n] for n in difflib.get_close_matches(name, beside, n=2, cutoff=0.6)]
+    same_name = [p for p in paths() if p.rpartition(".")[2] == name]
+    found = close + same_name or difflib.get_close_matches(path, paths(), n=2, cutoff=0.75)
+    return list(dict.fromkeys(found))[:2]
 
 
 def _unknown(path: str) -> str:
-    group, _, name = path.rpartition(".")
     close = nearest(path)
     if close:
-        return f"{path}: there is no such field; did you mean {' or '.join(dict.fromkeys(close))}?"
-    siblings = sorted(p.rpartition(".")[2] for p in paths() if p.rpartition(".")[0] == group)
-    where = f"`{group}` has" if siblings and group else "the configuration has"
-    listed = siblings or [f.name for f in dataclasses.fields(Config)]
-    return f"{path}: there is no field '{name}'; {where} {', '.join(listed)}; see `eagle3 --cfg job`"
+        return f"{path}: there is no such field; did you mean {' or '.join(close)}?"
+    group, _, name = path.rpartition(".")
+    listed = [p.rpartition(".")[2] for p in siblings(path) or siblings(name)]
+    where = group if siblings(path) and group else "the configuration"
+    return f"{path}: there is no field '{name}'; {where} has {', '.join(sorted(listed))}; see `eagle3 --cfg job`"
 
 
 def _missing(path: str) -> str:
@@ -142,33 +158,78 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
     )
     if fits:
         return None
-    bounds = [("at least", least), ("above", above), ("at most", most)]
+    bounds = [("of at least", least), ("above", above), ("of at most", most)]
     expected = " and ".join(f"{word} {limit:g}" for word, limit in bounds if limit is not None)
     return f"{path}: found {found}, expected a number {expected}; leave it out for the default"
-
-
-def explain(error: BaseException) -> str:
-    """One line for what Hydra or OmegaConf refused: the config path, found and expected, what to write instead."""
-    chain: list[BaseException] = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
-        chain.append(inner)
-    for link in chain:
-        if isinstance(link, OmegaConfBaseException) and link.full_key:
-            return _explain_omegaconf(link)
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
 
 
 TYPES = {"Integer": "a whole number", "Float": "a number", "String": "a word", "Boolean": "true or false"}
 
 
-def _explain_omegaconf(error: OmegaConfBaseException) -> str:
-    path = str(error.full_key)
-    first = str(error).splitlines()[0].strip()
-    if "not in '" in first or "not in struct" in first:
+def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """One line for what Hydra or OmegaConf refused: the config path, found and expected, what to write instead.
+
+    `arguments` is the command line, for the errors that do not say which of its words they are about.
+    """
+    for link in _chain(error):
+        if isinstance(link, MissingConfigException) and link.missing_cfg_file:
+            return _explain_option(link)
+        if isinstance(link, OverrideParseException):
+            return _explain_override(link.override)
+        if isinstance(link, OSError) and link.filename:
+            return f"{link.filename}: {link.strerror}; expected a folder that can be created or written"
+        if isinstance(link, OmegaConfBaseException) and link.full_key:
+            return _explain_field(link.full_key, str(link).splitlines()[0].strip())
+    text = " ".join(str(error).split())
+    ambiguous = re.match(r"Ambiguous value for argument '([^=]+)=(.*?)' 1\.", text)
+    if ambiguous:
+        key, value = ambiguous.groups()
+        return (
+            f"{key}: found {value}, which is neither a list nor, without -m, a sweep; write '{key}=[{value}]' "
+            f"(in quotes) for one list, or add -m for one job for each value (lists: -m '{key}=[1,2],[3,4]')"
+        )
+    unmatched = re.match(r"Could not override '([^']+)'", text)
+    if unmatched:
+        return _unknown(unmatched.group(1))
+    listed = next((a for a in arguments if re.match(r"layers=\[?-?\d", a)), None)
+    if listed is not None:
+        return f"{listed}: found layer ids where a preset's name belongs; write 'layers.ids=[2,15,27]' (in quotes)"
+    return text or type(error).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _explain_option(error: MissingConfigException) -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = sorted(error.options or [])
+    if not group:
+        return f"--config-name: there is no config '{option}'; try the default, config"
+    close = difflib.get_close_matches(option, options, n=1)
+    hint = f"did you mean {group}={close[0]}?" if close else "see `eagle3 --help`"
+    return f"{group}={option}: there is no such option, expected one of {', '.join(options) or '(none)'}; {hint}"
+
+
+def _explain_override(override: str) -> str:
+    if "=" not in override and not override.startswith("~"):
+        stage = (
+            f"; did you mean stage={override}?" if override.isidentifier() else "; quote a list that has spaces in it"
+        )
+        return f"{override}: is no override, expected FIELD=VALUE or GROUP=OPTION{stage}"
+    key, _, value = override.partition("=")
+    return f"{key}: cannot read the value {value!r}; put lists and special characters in quotes: '{key}=[1, 2, 3]'"
+
+
+def _explain_field(path: str, text: str) -> str:
+    if "not in '" in text or "not in struct" in text:
         return _unknown(path)
+    if "is not a ListConfig, list or tuple" in text:
+        return f"{path}: found a single value, expected a list; write '{path}=[...]' (in quotes)"
     for name, words in TYPES.items():
-        if first.endswith(f"could not be converted to {name}"):
-            value = first[first.find("'") : first.find(" of type")]
-            return f"{path}: found {value}, expected {words}"
-    return f"{path}: {first}"
+        if text.endswith(f"could not be converted to {name}"):
+            value = text[text.find("'") : text.find(" of type")]
+            return f"{path}: found {value}, expected {words}; leave it out for the default"
+    return f"{path}: {text}; see `eagle3 --cfg job`"

@@ -1,0 +1,35 @@
+"""`stage=pipeline`: prepare, extract, train, export and evaluate in turn, skipping what is complete already.
+
+The whole walk in one run folder. Every stage finds the one before it through its artifact.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from eagle3.config import Config, StageConfig
+from eagle3.runs import Run
+
+# Each stage with the function of its module that says which artifact it makes.
+STAGES = {"prepare": "prepared", "extract": "states", "train": "drafter", "export": "exported", "evaluate": None}
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Runs the five stages; returns the metrics of each under its name."""
+    metrics: dict[str, Any] = {}
+    for number, (name, lineage) in enumerate(STAGES.items(), 1):
+        stage = importlib.import_module(f"eagle3.stages.{name}")
+        run.log.info("%d/%d %s", number, len(STAGES), name)
+        staged = replace(cfg, stage=StageConfig(name=name))
+        with run.timed(name):
+            metrics[name] = stage.run(staged, run)
+        if run.rank > 0 and name == "train":
+            # A helper rank was started for training only; what follows is rank 0's.
+            break
+        if cfg.dry_run and lineage and not getattr(stage, lineage)(staged, run.artifacts).complete:
+            rest = ", ".join(list(STAGES)[number:])
+            run.log.info("dry run: %s would follow, from artifacts that do not exist yet", rest)
+            break
+    return metrics

@@ -1,0 +1,122 @@
+"""`stage=runs`: what has been run and what has been made, with status, size and lineage.
+
+Beside the walk: it reads run folders and manifests and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eagle3.artifacts import MANIFEST, Artifact
+from eagle3.config import Config
+from eagle3.errors import StoreError
+from eagle3.progress import duration
+from eagle3.runs import Run
+
+KINDS = ("prepared", "states", "drafter", "export")
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Prints the two tables; returns how many runs and artifacts there are."""
+    root = Path(cfg.output_dir).absolute()
+    runs = [row for row in run_rows(root) if row["folder"] != run.folder]
+    shown = runs[-cfg.runs.limit :]
+    table = Table("run", "stage", "model", "status", "time", "read", "wrote", title=f"runs in {cfg.output_dir}")
+    for row in shown:
+        table.add_row(
+            os.path.relpath(row["folder"], root),
+            *(row["stage"], row["model"], row["status"]),
+            "" if row["seconds"] is None else duration(row["seconds"]),
+            *(" ".join(row["read"]), " ".join(row["wrote"])),
+        )
+    if len(shown) < len(runs):
+        table.caption = f"{len(runs) - len(shown)} older ones left out; runs.limit={len(runs)} shows all"
+    run.show(table)
+    artifacts = artifact_rows(run.artifacts.root)
+    table = Table("artifact", "status", "size", "made", "from", "by run", title=f"artifacts in {cfg.output_dir}")
+    for row in artifacts:
+        table.add_row(*(row[key] for key in ("name", "status", "size", "made", "from", "run")))
+    run.show(table)
+    return {"runs": len(runs), "artifacts": len(artifacts), "bytes": sum(row["bytes"] for row in artifacts)}
+
+
+def run_rows(root: Path) -> list[dict[str, Any]]:
+    """One row for each run folder, oldest first; a run without a result is running, or was killed."""
+    folders = [
+        path.parent for pattern in ("runs/*/*", "sweeps/*/*") for path in root.glob(f"{pattern}/provenance.json")
+    ]
+    rows = []
+    for folder in folders:
+        facts, result = _read(folder / "provenance.json"), _read(folder / "result.json")
+        lineage = facts.get("artifacts", {"read": [], "wrote": []})
+        rows.append(
+            {
+                "folder": folder,
+                "started": facts.get("started", ""),
+                "stage": facts.get("stage", "?"),
+                "model": facts.get("model", "?"),
+                "status": result.get("status") or ("broken" if not facts else _unfinished(facts)),
+                "seconds": result.get("seconds"),
+                **{way: [f"{e['kind']}/{e['id'][:8]}" for e in lineage[way]] for way in ("read", "wrote")},
+            }
+        )
+    return sorted(rows, key=lambda row: (row["started"], row["folder"]))
+
+
+def artifact_rows(root: Path) -> list[dict[str, Any]]:
+    """One row for each artifact folder: complete, partial, or broken (unreadable, or without a manifest)."""
+    rows = []
+    for kind in sorted(root.iterdir() if root.is_dir() else [], key=lambda k: (_rank(k.name), k.name)):
+        for folder in sorted(path for path in kind.iterdir() if path.is_dir()):
+            partial = folder.name.endswith(".partial")
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+            row = {"name": f"{kind.name}/{folder.name.removesuffix('.partial')}", "bytes": size, "size": _bytes(size)}
+            row |= {"made": "", "from": "", "run": "", "status": "partial" if partial else "complete"}
+            if not partial:
+                try:
+                    manifest = Artifact(kind.name, folder.name, folder).manifest()
+                    row["made"] = str(manifest.get("created", ""))[:16].replace("T", " ")
+                    row["from"] = " ".join(name[: name.find("/") + 9] for name in manifest.get("made_from", []))
+                    row["run"] = Path(manifest.get("run", "")).name
+                except StoreError:
+                    row["status"] = f"broken: {'unreadable' if (folder / MANIFEST).exists() else 'no'} {MANIFEST}"
+            rows.append(row)
+    return rows
+
+
+def _rank(kind: str) -> int:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+def _unfinished(facts: dict[str, Any]) -> str:
+    """A run on this host whose process is gone was killed; elsewhere nobody can tell."""
+    if facts.get("host", {}).get("name") != os.uname().nodename:
+        return "no result"
+    try:
+        os.kill(int(facts.get("process", 0)) or -1, 0)
+    except (ProcessLookupError, ValueError):
+        return "killed"
+    except PermissionError:
+        pass
+    return "running"
+
+
+def _bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
