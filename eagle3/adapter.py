@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from eagle3.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
+
+    from eagle3.prompts import Message
+    from eagle3.rendering import Template
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,14 @@ class Adapter(ABC):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+    def answer_spans(self, template: Template, messages: Sequence[Message], text: str) -> list[tuple[int, int]] | None:
+        """The family's own rule for which characters of `text`, the render of `messages`, the assistant generated.
+
+        Only for a template that has no generation markers and on which the general rule of eagle3.rendering cannot be
+        verified; None, the default, leaves it to those.
+        """
+        return None
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments that the target's engine needs for this family (multimodal towers skipped, ...)."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.adapter import Adapter, TargetShape, families
-from eagle3.config import Config, ModelConfig
+from eagle3.config import Config, ModelConfig, build
 from eagle3.errors import RequestError
 from eagle3.weights import Weights, read_json
 
@@ -209,9 +209,7 @@ def _adapter(model: ModelConfig) -> Adapter:
             f"model.adapter: none chosen; expected one of {names}; "
             "try '+model.adapter._target_=eagle3.adapters.llama.LlamaAdapter' or model=llama"
         )
-    from eagle3.config import build
-
-    adapter = build(model.adapter)
+    adapter = build(model.adapter, "model.adapter")
     if not isinstance(adapter, Adapter):
         raise RequestError(
             f"model.adapter: {model.adapter.get('_target_')} made a {type(adapter).__name__}, expected an "

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eagle3.checkpoint import Target
-    from eagle3.config import Config
+    from eagle3.config import Config, HardwareConfig
     from eagle3.tokens import Sample
+
+DTYPES = ("float32", "bfloat16", "float16")
+CPU_FLOPS_PER_THREAD = 5e10
 
 
 @dataclass(frozen=True)
@@ -97,3 +100,34 @@ def open_engine(cfg: Config, target: Target) -> Engine:
         f"hardware.engine: found {cfg.hardware.engine!r}, expected 'transformers' (the only engine of this version); "
         "try hardware=cpu or hardware=gpu_1"
     )
+
+
+def compute_dtype(hardware: HardwareConfig, target: Target) -> str:
+    """The dtype the target runs in: `model.dtype`; for auto the checkpoint's, but float32 on a CPU.
+
+    Few CPUs multiply bfloat16 fast, and the states of a float32 forward are the better ones.
+    """
+    given = target.model.dtype
+    if given == "auto":
+        text = target.adapter.text_config(target.config)
+        stored = getattr(text, "dtype", None) or getattr(target.config, "dtype", None) or "bfloat16"
+        given = "float32" if hardware.accelerator == "cpu" else str(stored).removeprefix("torch.")
+    if given not in DTYPES:
+        raise RequestError(f"model.dtype: found {given!r}, expected auto or one of {list(DTYPES)}")
+    return given
+
+
+def expected_tokens_per_s(hardware: HardwareConfig, target: Target) -> float | None:
+    """A cautious guess at the prefill speed on a CPU, from the model's size alone; None where nothing is known.
+
+    It cuts shards and feeds estimates, so it must not depend on how busy the machine is.
+    """
+    if hardware.accelerator != "cpu":
+        return None
+    import torch
+
+    names = target.adapter.weight_names
+    table = target.shape.vocab_size * target.shape.hidden_size
+    tables = sum(name in target.weights for name in {names.embedding, names.head})
+    multiplied = max(target.weights.num_parameters - tables * table, 1)
+    return (hardware.threads or torch.get_num_threads()) * CPU_FLOPS_PER_THREAD / (2 * multiplied)

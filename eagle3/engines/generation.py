@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eagle3.engines import Generation, Prompt
-from eagle3.engines.padding import length_batches, pad
 from eagle3.engines.cache import RowCache
+from eagle3.engines.padding import length_batches, pad
 from eagle3.errors import RequestError
 
 if TYPE_CHECKING:

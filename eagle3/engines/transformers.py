@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from eagle3.checkpoint import Target
 from eagle3.config import HardwareConfig
-from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt
+from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt, compute_dtype
 from eagle3.engines.generation import Generator
 from eagle3.engines.padding import length_batches, pad
+from eagle3.engines.taps import AllCaught, StateTaps
 from eagle3.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class TransformersEngine:
             torch.set_num_threads(hardware.threads)
         self.target, self.hardware = target, hardware
         self.device = torch.device("cpu" if hardware.accelerator == "cpu" else "cuda")
-        self.dtype = compute_dtype(target, hardware)
+        self.dtype: torch.dtype = getattr(torch, compute_dtype(hardware, target))
         self.version = transformers.__version__
         self.model: Any = _load(target, self.dtype).to(self.device)
         self.layers = target.adapter.layers(self.model)
@@ -86,36 +88,18 @@ class TransformersEngine:
 
     def _states(self, input_ids: Tensor, layer_ids: Sequence[int]) -> dict[int, Tensor]:
         """The residual streams [B, T, H] of one padded batch at the given ids."""
-        caught: dict[int, Tensor] = {}
-        last = max(layer_ids)
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught[0] = args[0] if args else kwargs["hidden_states"]
-
-        def leave(k: int):
-            def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-                caught[k] = self.target.adapter.residual(output)
-                if k == last:
-                    raise _AllCaught
-
-            return hook
-
-        # Id k is what layer k-1 hands on; only the embedding has no layer before it.
-        handles = [self.layers[0].register_forward_pre_hook(enter, with_kwargs=True)] if 0 in layer_ids else []
-        handles += [self.layers[k - 1].register_forward_hook(leave(k)) for k in layer_ids if k > 0]
         try:
-            self.model.base_model(input_ids, use_cache=False)
-        except _AllCaught:
-            pass
+            with (
+                StateTaps(self.layers, self.target.adapter, layer_ids, leave_early=True) as caught,
+                suppress(AllCaught),
+            ):
+                self.model.base_model(input_ids, use_cache=False)
         except RuntimeError as error:
             rows, width = input_ids.shape
             raise EngineError(
                 f"hardware.batch_tokens={self.hardware.batch_tokens}: the target failed on {rows} samples of up to "
                 f"{width} tokens ({type(error).__name__}: {error}); try a smaller hardware.batch_tokens"
             ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
         return {k: caught[k].to("cpu") for k in layer_ids}
 
     def generate(
@@ -144,24 +128,6 @@ class TransformersEngine:
         self.model, self.layers = None, nn.ModuleList()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class _AllCaught(Exception):
-    """Leaves a forward pass behind the last layer that was asked for."""
-
-
-def compute_dtype(target: Target, hardware: HardwareConfig) -> torch.dtype:
-    """The dtype the target runs in: `model.dtype`; for auto the checkpoint's on an accelerator, float32 on a CPU."""
-    given = target.model.dtype
-    if given == "auto":
-        if hardware.accelerator == "cpu":
-            return torch.float32
-        text = target.adapter.text_config(target.config)
-        given = str(getattr(text, "dtype", None) or getattr(target.config, "dtype", None) or "bfloat16")
-    dtype = getattr(torch, given.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise RequestError(f"model.dtype: found {given!r}, expected auto, float32, bfloat16 or float16")
-    return dtype
 
 
 def _load(target: Target, dtype: torch.dtype) -> Any:

@@ -1,0 +1,220 @@
+"""Capture: which samples, which layers, in which shards; drives an engine into the store and resumes (step 3).
+
+A shard is the unit of work: its members are captured in batches that depend on the plan alone, so a run that was
+killed and resumed makes the same bytes as one that was not. What is on disk is asked for afresh at every start: a
+shard counts for the layers whose files in it are whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.engines import CapturedStates, Engine
+from eagle3.errors import RequestError, StageFailed, StoreError
+from eagle3.shard_index import INDEX_NAME, ShardIndex, index_bytes
+from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file
+
+if TYPE_CHECKING:
+    from eagle3.progress import Advance
+    from eagle3.tokens import Sample
+
+log = logging.getLogger("eagle3")
+
+
+@dataclass
+class CaptureCount:
+    """What one run captured: `tokens` and `seconds` of it, samples left out by reason."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    rejected: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a states folder shall hold: these layers of these shards. The target reads up to `max_length` tokens."""
+
+    folder: Path
+    layout: Layout
+    plans: tuple[ShardPlan, ...]
+    layer_ids: tuple[int, ...]
+    max_length: int
+
+    def missing(self, checksums: bool = False) -> dict[int, list[int]]:
+        """Layers to capture by shard number; with `checksums` all rows are read, else sizes and headers only."""
+        found = {plan.number: self._missing_in(plan, checksums) for plan in self.plans}
+        return {number: layer_ids for number, layer_ids in found.items() if layer_ids}
+
+    def faults(self) -> Iterator[str]:
+        """Everything that is wrong with the files on disk, all checksums read."""
+        for plan in self.plans:
+            try:
+                self._index(plan)
+            except StoreError as error:
+                yield str(error)
+            for layer_id in self.layer_ids:
+                path = self._file(plan, layer_id)
+                if problem := check_layer_file(path, self.layout, plan, layer_id, checksums=True):
+                    yield f"{path}: {problem}"
+
+    def size_bytes(self, missing: Mapping[int, Sequence[int]] | None = None) -> int:
+        """Exact bytes of the files that are still to be written; of all of them when `missing` is not given."""
+        wanted = {plan.number: self.layer_ids for plan in self.plans} if missing is None else missing
+        return sum(
+            sum(self.layout.file_bytes(self.plans[number], k) for k in layer_ids) + index_bytes(self.plans[number])
+            for number, layer_ids in wanted.items()
+        )
+
+    def tokens(self, missing: Mapping[int, Sequence[int]] | None = None) -> int:
+        """Tokens that go through the target; of all shards when `missing` is not given."""
+        return sum(self.plans[number].tokens for number in (range(len(self.plans)) if missing is None else missing))
+
+    def check_space(self, missing: Mapping[int, Sequence[int]], margin: float) -> None:
+        """RequestError when the disk has less room than the missing files and a margin (a fraction of them)."""
+        existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        free, needed = shutil.disk_usage(existing).free, int(self.size_bytes(missing) * (1 + margin))
+        if needed > free:
+            raise RequestError(
+                f"{self.folder}: extraction will write {needed / 1e9:.2f} GB (margin included), but only "
+                f"{free / 1e9:.2f} GB are free; make room, choose another output_dir, or store fewer layers or samples"
+            )
+
+    def run(
+        self,
+        engine: Engine,
+        samples: Sequence[Sample],
+        missing: Mapping[int, Sequence[int]],
+        max_failed: int,
+        advance: Advance,
+    ) -> CaptureCount:
+        """Captures what is missing; `samples` is the whole prepared set, `advance` hears of every token.
+
+        Raises StageFailed when more than `max_failed` samples of the store are lost or the disk is full, RequestError
+        when the folder cannot be written, StoreError when the engine loses a sample.
+        """
+        for temporary in self.folder.glob("shard-*.tmp"):
+            # What a killed run was writing.
+            shutil.rmtree(temporary)
+        count, started = CaptureCount(), time.monotonic()
+        info = engine.info()
+        lost = Counter(reason for plan in self.plans for reason in self._rejected(plan).values())
+        for number, layer_ids in missing.items():
+            plan = self.plans[number]
+            settled = self._rejected(plan) if self._joins(plan) else None
+            if settled is not None:
+                self._warn_of_versions(plan, f"{info.name} {info.version}")
+            members = [samples[row] for row in plan.rows]
+            with ShardWriter(self.folder, self.layout, plan, layer_ids) as writer:
+                for sample, reason in self._capture_shard(writer, engine, members, settled):
+                    if reason is not None and settled is None:
+                        count.rejected[reason] += 1
+                        lost[reason] += 1
+                    if lost.total() > max_failed:
+                        raise StageFailed(
+                            f"store.max_failed_fraction: {lost.total()} samples could not be captured "
+                            f"({_reasons(lost)}; the last one {sample.id}), allowed are {max_failed}; complete shards "
+                            "are kept: allow more, or look at the samples with `eagle3 stage=inspect`"
+                        )
+                    count.tokens += len(sample.input_ids) if reason is None else 0
+                    advance(len(sample.input_ids))
+                writer.close(members, {"name": info.name, "version": info.version, "dtype": info.dtype})
+        count.seconds = time.monotonic() - started
+        return count
+
+    def _capture_shard(
+        self, writer: ShardWriter, engine: Engine, members: Sequence[Sample], settled: Mapping[str, str] | None
+    ) -> Iterator[tuple[Sample, str | None]]:
+        """Writes or rejects each member; yields it with the reason.
+
+        `settled` tells who was rejected when the shard was made; nobody new can be, where it only gains layers:
+        StoreError.
+        """
+        by_id = {sample.id: sample for sample in members}
+        for sample in members:
+            reason = (settled or {}).get(sample.id)
+            if reason is None and len(sample.input_ids) > self.max_length:
+                reason = "longer_than_model"
+            if reason is not None:
+                writer.reject(sample.id, reason)
+                yield sample, reason
+        wanted = [sample for sample in members if sample.id not in writer.rejected]
+        for caught in engine.capture(wanted, list(writer.files)):
+            sample = by_id[caught.sample_id]
+            reason = _fault(caught, len(sample.input_ids), self.layout.hidden_size)
+            if reason is None:
+                writer.write(sample.id, caught.states)
+            elif settled is None:
+                writer.reject(sample.id, reason)
+            else:
+                raise StoreError(
+                    f"{writer.folder}: sample {sample.id} came out {reason} now, yet it was stored when the shard was "
+                    "made; is this the same target and engine? delete that folder to make the shard again"
+                )
+            yield sample, reason
+
+    def kept(self) -> tuple[int, int, dict[str, str]]:
+        """Samples and tokens in the complete shards, and why others are missing, by sample id."""
+        indexes = [self._index(plan) for plan in self.plans]
+        rejected = {key: reason for index in indexes for key, reason in index.rejected.items()}
+        return sum(len(index.sample_ids) for index in indexes), sum(int(i.lengths.sum()) for i in indexes), rejected
+
+    def drop_other_layers(self) -> None:
+        """Removes layer files that are not asked for: what a killed run with another selection left behind."""
+        wanted = {INDEX_NAME, *(self.layout.file_name(k) for k in self.layer_ids)}
+        for plan in self.plans:
+            for path in (self.folder / plan.name).iterdir():
+                if path.name not in wanted:
+                    path.unlink()
+
+    def _missing_in(self, plan: ShardPlan, checksums: bool) -> list[int]:
+        try:
+            self._index(plan)
+        except StoreError:
+            return list(self.layer_ids)
+        return [k for k in self.layer_ids if check_layer_file(self._file(plan, k), self.layout, plan, k, checksums)]
+
+    def _file(self, plan: ShardPlan, layer_id: int) -> Path:
+        return self.folder / plan.name / self.layout.file_name(layer_id)
+
+    def _index(self, plan: ShardPlan) -> ShardIndex:
+        """The shard's index. StoreError when it is absent, broken or of other samples."""
+        path = self.folder / plan.name / INDEX_NAME
+        index = ShardIndex.read(path)
+        if {*index.sample_ids, *index.rejected} != set(plan.sample_ids):
+            raise StoreError(f"{path}: lists other samples than planned; run `eagle3 stage=extract` to make it again")
+        return index
+
+    def _joins(self, plan: ShardPlan) -> bool:
+        """Whether the shard has a good index, so that new layers join it and its samples are settled."""
+        try:
+            self._index(plan)
+        except StoreError:
+            return False
+        return True
+
+    def _rejected(self, plan: ShardPlan) -> dict[str, str]:
+        return self._index(plan).rejected if self._joins(plan) else {}
+
+    def _warn_of_versions(self, plan: ShardPlan, running: str) -> None:
+        engine = self._index(plan).engine
+        made_by = f"{engine.get('name')} {engine.get('version')}"
+        if made_by != running:
+            log.warning("%s: was made by %s, its new layers come from %s", plan.name, made_by, running)
+
+
+def _fault(caught: CapturedStates, length: int, hidden_size: int) -> str | None:
+    """Why a sample's states must not be stored: rows are missing, or not all numbers are finite."""
+    if any(tuple(state.shape) != (length, hidden_size) for state in caught.states.values()):
+        return "wrong_shape"
+    return None if all(bool(state.isfinite().all()) for state in caught.states.values()) else "non_finite"
+
+
+def _reasons(count: Counter[str]) -> str:
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(count.items()))

@@ -1,0 +1,216 @@
+"""Stage extract: runs the target over the prepared samples and stores its hidden states (steps 3 and 4 of the walk).
+
+Everything that can be known is known before the target loads: the shards, their bytes, what is on disk already, and
+whether the disk has room. Layers are columns of one artifact: asking for more of them later adds files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from eagle3 import layers
+from eagle3.artifacts import Artifact, Artifacts, write_json
+from eagle3.capture import Capture, CaptureCount
+from eagle3.checkpoint import Target, open_target
+from eagle3.config import Config, LayersConfig
+from eagle3.engines import compute_dtype, expected_tokens_per_s, open_engine
+from eagle3.errors import RequestError
+from eagle3.progress import duration
+from eagle3.runs import Run
+from eagle3.shards import Layout, plan_shards, shards_at
+from eagle3.stages import prepare
+from eagle3.tokens import Prepared
+
+MAKE = "eagle3 stage=extract"
+PLAN = "plan.json"
+
+
+def states(cfg: Config, artifacts: Artifacts) -> Artifact:
+    """The states artifact that this config leads to, made or not. RequestError when there is no prepared set."""
+    return _states(cfg, artifacts, open_target(cfg), source(cfg, artifacts))
+
+
+def source(cfg: Config, artifacts: Artifacts) -> Artifact:
+    """The prepared set to capture."""
+    given = cfg.inputs.prepared
+    expected = prepare.prepared(cfg, artifacts) if given is None else Artifact("prepared", given, artifacts.root)
+    return artifacts.resolve("prepared", given, expected, "eagle3 stage=prepare")
+
+
+def _states(cfg: Config, artifacts: Artifacts, target: Target, prepared: Artifact) -> Artifact:
+    identity = {
+        "prepared": prepared.id,
+        "target": target.fingerprint(),
+        "engine": cfg.hardware.engine,
+        "compute_dtype": compute_dtype(cfg.hardware, target),
+        "dtype": cfg.store.dtype,
+    }
+    return artifacts.of("states", identity)
+
+
+def selections(cfg: LayersConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """The selection to train on, then those of `layers.also`, as checked ids. RequestError for an impossible one."""
+    chosen = [layers.select(num_layers, cfg.ids, cfg.fractions)]
+    for entry in cfg.also:
+        whole = entry is not None and all(isinstance(number, int) for number in entry)
+        chosen.append(layers.select(num_layers, entry if whole else None, None if whole else entry))
+    return tuple(chosen)
+
+
+def wanted_ids(cfg: LayersConfig, num_layers: int) -> tuple[int, ...]:
+    """All layer ids to capture: those of every selection, and the final state's id n."""
+    return tuple(sorted({num_layers, *(i for chosen in selections(cfg, num_layers) for i in chosen)}))
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Captures what is not stored yet. Returns `samples, tokens, skipped, tokens_per_s, bytes`."""
+    target = open_target(cfg)
+    prepared_artifact = source(cfg, run.artifacts)
+    artifact = _states(cfg, run.artifacts, target, prepared_artifact)
+    wanted = wanted_ids(cfg.layers, target.shape.num_layers)
+    run.read(prepared_artifact)
+    prepared = Prepared.open(prepared_artifact.folder)
+    stored = artifact.manifest() if artifact.complete else None
+    ids = wanted if stored is None else tuple(sorted({*wanted, *stored["layer_ids"]}))
+    capture = plan_capture(cfg, target, prepared, artifact, ids)
+    # Of a complete artifact sizes and headers are looked at, which finds torn files at once; stage=verify reads all.
+    missing = capture.missing(checksums=stored is None)
+    if stored is not None and not missing:
+        run.log.info("extract: hit, %s holds layers %s", artifact.folder, stored["layer_ids"])
+        run.wrote(artifact)
+        return stored["metrics"]
+    run.log.info("extract: %s", describe(cfg, target, capture, missing))
+    if cfg.dry_run:
+        return {}
+    capture.check_space(missing, cfg.store.free_space_margin)
+    if stored is not None:
+        with run.artifacts.lock(artifact):
+            count = _capture(cfg, run, target, capture, prepared, missing)
+            manifest = _manifest(cfg, target, prepared_artifact.id, len(prepared.lengths), capture, count, stored)
+            run.artifacts.amend(artifact, manifest)
+    else:
+        folder = run.artifacts.begin(artifact, resume=True)
+        write_json(folder / PLAN, {"first_rows": [plan.rows[0] for plan in capture.plans]})
+        count = _capture(cfg, run, target, capture, prepared, missing)
+        capture.drop_other_layers()
+        manifest = _manifest(cfg, target, prepared_artifact.id, len(prepared.lengths), capture, count, None)
+        run.artifacts.commit(artifact, manifest)
+    run.wrote(artifact)
+    counts = manifest["counts"]
+    run.log.info("extract: %d prepared samples = %s", counts["prepared"], _sum_text(counts))
+    return manifest["metrics"]
+
+
+def plan_capture(
+    cfg: Config, target: Target, prepared: Prepared, artifact: Artifact, layer_ids: Sequence[int]
+) -> Capture:
+    """The capture of these layers into the artifact, along the plan that it was begun with if it was."""
+    shape = target.shape
+    layout = Layout(shape.hidden_size, cfg.store.dtype, shape.num_layers)
+    folder = artifact.folder if artifact.complete else artifact.partial
+    sample_ids = [sample.id for sample in prepared.samples]
+    lengths = [int(length) for length in prepared.lengths]
+    if not lengths:
+        raise RequestError(f"{prepared.folder}: holds no sample, expected at least one; look at its prepare report")
+    if (folder / PLAN).is_file():
+        try:
+            plans = shards_at(
+                json.loads((folder / PLAN).read_text(encoding="utf-8"))["first_rows"], lengths, sample_ids
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestError(f"{folder / PLAN}: is no shard plan ({error}); delete {folder} and run again") from error
+    else:
+        plans = plan_shards(
+            lengths,
+            sample_ids,
+            bytes_per_token=len(layer_ids) * layout.row_bytes,
+            shard_bytes=cfg.store.shard_bytes,
+            tokens_per_s=expected_tokens_per_s(cfg.hardware, target),
+            shard_seconds=cfg.store.shard_seconds,
+        )
+    return Capture(folder, layout, plans, tuple(sorted(layer_ids)), shape.max_position_embeddings)
+
+
+def describe(cfg: Config, target: Target, capture: Capture, missing: dict[int, list[int]]) -> str:
+    """What an extraction will do, in one line."""
+    tokens, speed = capture.tokens(missing), expected_tokens_per_s(cfg.hardware, target)
+    time = f", about {duration(tokens / speed)}" if speed else ""
+    return (
+        f"{len(missing)} of {len(capture.plans)} shards, {tokens:,} tokens, layers {list(capture.layer_ids)} "
+        f"({target.shape.num_layers} = final, pre-norm), {capture.size_bytes(missing) / 1e6:,.1f} MB{time}"
+    )
+
+
+def _capture(
+    cfg: Config, run: Run, target: Target, capture: Capture, prepared: Prepared, missing: dict[int, list[int]]
+) -> CaptureCount:
+    """Opens the engine only when something is missing."""
+    if not missing:
+        return CaptureCount()
+    max_failed = int(cfg.store.max_failed_fraction * sum(len(plan.rows) for plan in capture.plans))
+    with open_engine(cfg, target) as engine:
+        run.note(adapter=target.adapter.name, engine=dataclasses.asdict(engine.info()))
+        with run.progress(capture.tokens(missing), "tokens", "extract") as advance:
+            return capture.run(engine, prepared.samples, missing, max_failed, advance)
+
+
+def _manifest(
+    cfg: Config,
+    target: Target,
+    prepared_id: str,
+    prepared_count: int,
+    capture: Capture,
+    count: CaptureCount,
+    before: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest of the whole artifact, as it now lies on disk."""
+    samples, tokens, rejected = capture.kept()
+    shards = [{"name": plan.name, "samples": len(plan.rows), "tokens": plan.tokens} for plan in capture.plans]
+    size = sum(path.stat().st_size for plan in capture.plans for path in (capture.folder / plan.name).iterdir())
+    planned = sum(len(plan.rows) for plan in capture.plans)
+    speed = (
+        round(count.tokens / count.seconds, 1)
+        if count.tokens
+        else (before or {}).get("metrics", {}).get("tokens_per_s")
+    )
+    return {
+        "format": 1,
+        "model": cfg.model.name,
+        "target": target.fingerprint(),
+        "prepared": prepared_id,
+        "adapter": target.adapter.name,
+        "engine": cfg.hardware.engine,
+        "compute_dtype": compute_dtype(cfg.hardware, target),
+        "layer_ids": list(capture.layer_ids),
+        "layer_convention": layers.CONVENTION,
+        "final_id": capture.layout.final_id,
+        "final_state": "pre-norm",
+        "dtype": capture.layout.dtype,
+        "hidden_size": capture.layout.hidden_size,
+        "checksum": "crc32 of each sample's rows",
+        "counts": {
+            "prepared": prepared_count,
+            "stored": samples,
+            "identical": prepared_count - planned,
+            "rejected": dict(sorted(Counter(rejected.values()).items())),
+        },
+        "rejected": rejected,
+        "shards": shards,
+        "metrics": {
+            "samples": samples,
+            "tokens": tokens,
+            "skipped": len(rejected),
+            "tokens_per_s": speed,
+            "bytes": size,
+        },
+    }
+
+
+def _sum_text(counts: dict[str, Any]) -> str:
+    parts = [f"{counts['stored']} stored"]
+    parts += [f"{counts['identical']} identical to another"] if counts["identical"] else []
+    return " + ".join(parts + [f"{n} rejected ({reason})" for reason, n in counts["rejected"].items()])

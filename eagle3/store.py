@@ -1,0 +1,239 @@
+"""Reading the states store: a sample's hidden states by id, memory-mapped or by plain reads (step 4 of the walk).
+
+store = StatesStore.open(folder)                  # artifacts/states/<id>
+store.verify(prepared)                            # never train on states of other token ids
+states = store.read(sample_id, [2, 15, 27, store.final_id])      # {layer id: [T, H]}
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3.errors import RequestError, StoreError
+from eagle3.shard_index import INDEX_NAME, ShardIndex
+from eagle3.shards import Layout, data_start
+
+if TYPE_CHECKING:
+    from eagle3.checkpoint import Target
+    from eagle3.tokens import Prepared
+
+MAX_OPEN_FILES = 64
+log = logging.getLogger("eagle3")
+
+
+class StatesStore:
+    """A complete states artifact. Safe to hand to worker processes: open files are not part of its pickle."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], read_mode: str) -> None:
+        self.folder, self.manifest, self.read_mode = folder, manifest, read_mode
+        self.layout = Layout(manifest["hidden_size"], manifest["dtype"], manifest["final_id"])
+        self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
+        # Arrays, not a dict: memory should hardly grow with the number of samples.
+        indexes = [
+            (index.sample_ids, index.starts, index.lengths) for index in map(self.index, range(len(self.shards)))
+        ]
+        self._ids = np.array([sample_id for ids, _, _ in indexes for sample_id in ids], dtype=np.bytes_)
+        self._order = np.argsort(self._ids, kind="stable")
+        self._shards = np.repeat(np.arange(len(indexes)), [len(ids) for ids, _, _ in indexes])
+        self._starts = np.concatenate([np.empty(0, np.int64), *(starts for _, starts, _ in indexes)])
+        self.lengths: np.ndarray = np.concatenate([np.empty(0, np.int64), *(lengths for _, _, lengths in indexes)])
+        """int64 [N]: tokens of each stored sample, in the order of `sample_ids`."""
+        self._open: OrderedDict[Path, tuple[Any, int]] = OrderedDict()
+
+    @classmethod
+    def open(cls, folder: Path, read_mode: str = "mmap") -> StatesStore:
+        """Opens a states artifact's folder; `read_mode` is mmap (fast, cached by the system) or eager (plain reads).
+
+        Raises RequestError for a folder that is no complete states artifact, StoreError for a damaged one.
+        """
+        if read_mode not in ("mmap", "eager"):
+            raise RequestError(f"store.read_mode: found {read_mode!r}, expected mmap or eager")
+        path = Path(folder) / "manifest.json"
+        if not path.is_file():
+            raise RequestError(
+                f"{folder}: found no manifest.json, expected a complete states artifact; run `eagle3 stage=extract`"
+            )
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            return cls(Path(folder), manifest, read_mode)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"{path}: is no manifest of a states store ({type(error).__name__}: {error}); delete {folder} and run "
+                "`eagle3 stage=extract`"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return self._place(sample_id) is not None
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """All stored layer ids, the final state's among them."""
+        return tuple(self.manifest["layer_ids"])
+
+    @property
+    def final_id(self) -> int:
+        """The id n of the final state: the last layer's output before the final norm."""
+        return self.layout.final_id
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """The stored samples, in the order of the prepared set."""
+        return [sample_id.decode() for sample_id in self._ids]
+
+    def index(self, shard: int) -> ShardIndex:
+        """One shard's index, read afresh."""
+        return ShardIndex.read(self.folder / self.shards[shard] / INDEX_NAME)
+
+    def read(self, sample_id: str, layer_ids: Sequence[int]) -> dict[int, Tensor]:
+        """A sample's states [T, H] by layer id, in the store's dtype; in mmap mode they are views of the file.
+
+        RequestError for a sample or layer that is not stored, StoreError for a file that lost its rows.
+        """
+        place = self._known(sample_id)
+        shard, start, length = self.shards[self._shards[place]], int(self._starts[place]), int(self.lengths[place])
+        states: dict[int, Tensor] = {}
+        for layer_id in layer_ids:
+            if layer_id not in self.manifest["layer_ids"]:
+                raise RequestError(
+                    f"{self.folder}: holds layers {list(self.layer_ids)}, asked for {layer_id}; run "
+                    f"`eagle3 stage=extract layers.ids=[{layer_id}]` to add it"
+                )
+            path = self.folder / shard / self.layout.file_name(layer_id)
+            states[layer_id] = self._rows(path, start, length)
+        return states
+
+    def input_ids(self, sample_id: str) -> np.ndarray:
+        """The token ids int32 [T] whose states are stored."""
+        index = self.index(self._shards[self._known(sample_id)])
+        i = index.sample_ids.index(sample_id)
+        return index.input_ids[index.offsets[i] : index.offsets[i] + index.lengths[i]]
+
+    def verify(self, prepared: Prepared) -> None:
+        """RequestError unless every prepared sample is stored with the same token ids, or known to be rejected.
+
+        The message names the first sample that differs and the first differing position.
+        """
+        samples = prepared.samples
+        accounted: set[str] = set()
+        for number in range(len(self.shards)):
+            index = self.index(number)
+            accounted.update(index.rejected)
+            for i, (sample_id, row) in enumerate(zip(index.sample_ids, index.rows, strict=True)):
+                stored = index.input_ids[index.offsets[i] : index.offsets[i] + index.lengths[i]]
+                expected = samples[row].input_ids if row < len(samples) else np.empty(0, np.int32)
+                if not np.array_equal(stored, expected) or samples[row].id != sample_id:
+                    raise RequestError(self._difference(sample_id, int(row), stored, expected))
+                accounted.add(sample_id)
+        missing = [sample.id for sample in samples if sample.id not in accounted]
+        if missing:
+            raise RequestError(
+                f"{self.folder}: {len(missing)} of {len(samples)} prepared samples have no states here, first "
+                f"{missing[0]}; these states were made from another prompt set: run `eagle3 stage=extract`"
+            )
+
+    def check_target(self, target: Target) -> None:
+        """RequestError unless the states are this target's: same weights, tokenizer, template and quantization."""
+        stored, found = self.manifest["target"], target.fingerprint()
+        differing = [key for key in sorted({*stored, *found}) if stored.get(key) != found.get(key)]
+        if differing:
+            details = ", ".join(f"{key} {stored.get(key)!r} against {found.get(key)!r}" for key in differing)
+            raise RequestError(
+                f"{self.folder}: these states were made by another target than model.path={target.model.path}: "
+                f"{details}; run `eagle3 stage=extract` with this model, or give the model they belong to"
+            )
+
+    def close(self) -> None:
+        """Closes what is open; maps that tensors look into go with the last of them."""
+        while self._open:
+            self._close_oldest()
+
+    def _place(self, sample_id: str) -> int | None:
+        """The sample's number in `sample_ids`."""
+        wanted = np.bytes_(sample_id)
+        at = int(np.searchsorted(self._ids, wanted, sorter=self._order))
+        return int(self._order[at]) if at < len(self._ids) and self._ids[self._order[at]] == wanted else None
+
+    def _known(self, sample_id: str) -> int:
+        place = self._place(sample_id)
+        if place is None:
+            raise RequestError(f"{self.folder}: sample {sample_id} is not in this store of {len(self)} samples")
+        return place
+
+    def _difference(self, sample_id: str, row: int, stored: np.ndarray, expected: np.ndarray) -> str:
+        shared = min(len(stored), len(expected))
+        differing = np.flatnonzero(stored[:shared] != expected[:shared])
+        position = int(differing[0]) if len(differing) else shared
+        values = [str(ids[position]) if position < len(ids) else "nothing" for ids in (stored, expected)]
+        return (
+            f"{self.folder}: sample {sample_id} (row {row} of the prepared set) was captured from other token ids: "
+            f"first difference at position {position}, {values[0]} stored, {values[1]} prepared ({len(stored)} and "
+            f"{len(expected)} tokens); the template, tokenizer or data changed: run `eagle3 stage=extract`"
+        )
+
+    def _rows(self, path: Path, start: int, length: int) -> Tensor:
+        offset, size = start * self.layout.row_bytes, length * self.layout.row_bytes
+        source, first = self._file(path)
+        if isinstance(source, int):
+            data = bytearray(size)
+            if os.preadv(source, [data], first + offset) != size:
+                raise StoreError(
+                    f"{path}: ended early at row {start} (+{length}), expected all of its rows; the file was cut off: "
+                    "run `eagle3 stage=verify`"
+                )
+            buffer, position = data, 0
+        else:
+            buffer, position = source, first + offset
+            if position + size > len(source):
+                raise StoreError(f"{path}: is shorter than its index says; run `eagle3 stage=verify`")
+        count = length * self.layout.hidden_size
+        rows = torch.frombuffer(buffer, dtype=self.layout.torch_dtype, count=count, offset=position)
+        return rows.view(length, self.layout.hidden_size)
+
+    def _file(self, path: Path) -> tuple[Any, int]:
+        """An open layer file, as a map or as a descriptor, and where its rows start; the oldest one is closed."""
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be opened ({error.strerror}); run `eagle3 stage=verify`") from error
+        start = data_start(path)
+        source: Any = handle
+        if self.read_mode == "mmap":
+            try:
+                # Copy-on-write, because torch wants writable memory; nobody writes, so no page is ever copied.
+                source = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+                os.close(handle)
+            except OSError as error:
+                if error.errno != errno.ENODEV:
+                    raise
+                log.warning("%s: this file system cannot map files; reading eagerly from here on", path)
+                self.read_mode = "eager"
+        self._open[path] = (source, start)
+        if len(self._open) > MAX_OPEN_FILES:
+            self._close_oldest()
+        return self._open[path]
+
+    def _close_oldest(self) -> None:
+        _, (source, _) = self._open.popitem(last=False)
+        if isinstance(source, int):
+            os.close(source)
