@@ -36,7 +36,7 @@ def validate(node: DictConfig | dict[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise RequestError(explain(error)) from error
     assert isinstance(cfg, Config)
-    faults = list(_out_of_bounds(cfg, ""))
+    faults = list(out_of_bounds(cfg))
     if faults:
         raise _refusal(faults)
     return cfg
@@ -129,15 +129,16 @@ def _missing(path: str) -> str:
     return f"{path}: has no value, and nobody can guess it; add {path}=VALUE to the command line"
 
 
-def _out_of_bounds(value: Any, prefix: str) -> Iterator[str]:
+def out_of_bounds(value: Any, prefix: str = "") -> Iterator[str]:
+    """A line for each field whose value its bounds or choices exclude."""
     for item in dataclasses.fields(value):
         found, path = getattr(value, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(found):
-            yield from _out_of_bounds(found, f"{path}.")
+            yield from out_of_bounds(found, f"{path}.")
         elif isinstance(found, dict):
             for name, entry in found.items():
                 if dataclasses.is_dataclass(entry):
-                    yield from _out_of_bounds(entry, f"{path}.{name}.")
+                    yield from out_of_bounds(entry, f"{path}.{name}.")
         elif found is not None and (fault := _fault(found, path, item.metadata)):
             yield fault
 

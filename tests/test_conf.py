@@ -1,0 +1,185 @@
+"""The YAML files: every option composes, every combination is valid, every field is explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+import eagle3.conf
+from eagle3 import config, sweep, validation
+from eagle3.config import Config
+from eagle3.validation import validate
+
+CONF = Path(eagle3.conf.__path__[0])
+GROUPS = ("model", "hardware", "dataset", "layers", "drafter", "trainer", "logger", "stage")
+FILL = {
+    "model": ["model.path=/models/x"],
+    "dataset": ["dataset.sources.train.path=/data/x.jsonl"],
+}
+NEED_PATH = {"llama", "qwen", "deepseek_v3", "jsonl", "hub"}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hydra() -> Iterator[None]:
+    ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    sweep.register()
+    with initialize_config_module("eagle3.conf", version_base="1.3"):
+        yield
+
+
+def words(chosen: dict[str, str]) -> list[str]:
+    fill = [word for group, option in chosen.items() if option in NEED_PATH for word in FILL[group]]
+    return [f"{group}={option}" for group, option in chosen.items()] + fill
+
+
+def composed(**chosen: str) -> Config:
+    return validate(compose("config", words(chosen)))
+
+
+def test_groups_offer_what_the_interface_promises() -> None:
+    promised = {
+        "model": "smollm2_135m llama qwen kimi_k25 deepseek_v3",
+        "hardware": "cpu gpu_1 rtx_pro_6000_x8 h200_x1 h200_x2 h200_x4 h200_x8",
+        "dataset": "demo jsonl hub",
+        "layers": "eagle early middle late spread",
+        "drafter": "dense",
+        "trainer": "default",
+        "logger": "csv wandb tensorboard",
+        "stage": "prepare extract train export evaluate pipeline inspect vocab estimate runs adapters verify",
+        "experiment": "demo smoke",
+    }
+    for group, names in promised.items():
+        assert set(names.split()) <= set(options(group)), group
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g in GROUPS for o in options(g)])
+def test_every_option_composes_under_its_own_name(group: str, option: str) -> None:
+    cfg = composed(**{group: option})
+    assert getattr(cfg, group).name == option
+
+
+def test_every_model_hardware_layers_stage_combination_is_valid() -> None:
+    """All pairs of options are composed by Hydra, which shows that an option fills its own section whatever stands
+    beside it; every combination of the four is then put together from those sections and checked."""
+    groups = ("model", "hardware", "layers", "stage")
+    names = [options(group) for group in groups]
+    rows = [
+        (names[0][(h + s) % len(names[0])], names[1][h], names[2][(h + 2 * s) % len(names[2])], names[3][s])
+        for h in range(len(names[1]))
+        for s in range(len(names[3]))
+    ]
+    covered = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    wanted = {
+        ((i, a), (j, b)) for i, j in itertools.combinations(range(len(groups)), 2) for a in names[i] for b in names[j]
+    }
+    for pair in sorted(wanted - covered):  # one row for each pair that the square above leaves out
+        row = [options_of[0] for options_of in names]
+        for i, option in pair:
+            row[i] = option
+        rows.append((row[0], row[1], row[2], row[3]))
+    plain: dict[tuple[str, str], Any] = {}
+    checked: dict[tuple[str, str], Any] = {}
+    rest: dict[str, Any] = {}
+    for row in dict.fromkeys(rows):
+        node = compose("config", words(dict(zip(groups, row, strict=True))))
+        seen = len(plain)
+        for group, option in zip(groups, row, strict=True):
+            section = OmegaConf.to_container(node[group])
+            assert plain.setdefault((group, option), section) == section, f"{group}={option} depends on {row}"
+        if len(plain) > seen:
+            cfg = validate(node)
+            checked |= {(group, option): getattr(cfg, group) for group, option in zip(groups, row, strict=True)}
+            rest = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in groups}
+    count = 0
+    for row in itertools.product(*names):
+        chosen = {group: checked[group, option] for group, option in zip(groups, row, strict=True)}
+        assert not list(validation.out_of_bounds(Config(**chosen, **rest)))
+        count += 1
+    assert count == len(names[0]) * len(names[1]) * len(names[2]) * len(names[3])
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_experiments_win_over_the_defaults(name: str) -> None:
+    cfg = validate(compose("config", [f"+experiment={name}"]))
+    assert cfg.dataset.max_new_tokens < composed().dataset.max_new_tokens
+
+
+def test_kimi_on_eight_rtx_pro_6000() -> None:
+    cfg = composed(model="kimi_k25", hardware="rtx_pro_6000_x8")
+    assert (cfg.model.path, cfg.model.num_hidden_layers, cfg.model.hidden_size) == ("moonshotai/Kimi-K2.5", 61, 7168)
+    assert cfg.model.quantization == "int4"
+    assert (cfg.hardware.engine, cfg.hardware.tensor_parallel_size) == ("vllm", 8)
+
+
+@pytest.mark.parametrize("option", ["llama", "qwen", "deepseek_v3"])
+def test_a_model_by_path_never_falls_back_to_another_checkpoint(option: str) -> None:
+    assert OmegaConf.is_missing(compose("config", [f"model={option}"]).model, "path")
+
+
+def test_targets_can_be_located_and_take_their_fields() -> None:
+    for option in options("model"):
+        config.check_nodes(composed(model=option).model, "model")
+
+
+def yaml_files() -> list[Path]:
+    return [path for path in sorted(CONF.rglob("*.yaml")) if "hydra" not in path.parts]
+
+
+@pytest.mark.parametrize("path", yaml_files(), ids=lambda path: str(path.relative_to(CONF)))
+def test_a_comment_stands_above_each_field(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    free = False  # below a node whose keys are not ours
+    assert lines[0].startswith("#")
+    for above, line in itertools.pairwise(lines):
+        key = re.match(r"( *)([A-Za-z_]\w*):", line)
+        if key is None or path.name == "application.yaml":
+            continue
+        indent, name = len(key.group(1)), key.group(2)
+        if indent == 0:
+            free = name in ("defaults", "sources", "adapter", "module", "lightning", "datamodule", "loggers") or (
+                name in ("engine_options", "expected_backends")
+            )
+        if indent == 0 or not free:
+            assert above.strip().startswith("#") or name == "defaults", f"{path.name}: no comment above {line!r}"
+
+
+def test_every_field_of_the_schema_is_set_and_explained_in_yaml() -> None:
+    explained: set[str] = set()
+    for path in yaml_files():
+        if path.parent.name == "experiment":
+            continue
+        group = path.parent.name if path.parent != CONF else ""
+        section = group
+        for line in path.read_text().splitlines():
+            if top := re.match(r"([A-Za-z_]\w*):", line):
+                section = group or top.group(1)
+                explained.add(".".join(filter(None, [group, top.group(1)])))
+            elif (inner := re.match(r"  ([A-Za-z_]\w*):", line)) and not group:
+                explained.add(f"{section}.{inner.group(1)}")
+    hints = typing.get_type_hints(Config)
+    for name, hint in hints.items():
+        fields = [f"{name}.{f.name}" for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else [name]
+        for field in fields:
+            assert field in explained, f"no YAML file explains {field}"
+
+
+def test_help_names_every_stage_with_the_words_of_its_file() -> None:
+    text = (CONF / "hydra" / "help" / "eagle3.yaml").read_text()
+    for option in options("stage"):
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{option} "))
+        comment = (CONF / "stage" / f"{option}.yaml").read_text().splitlines()[0].removeprefix("# ").rstrip(".")
+        assert line.split(maxsplit=1)[1].lower() == comment.lower()
