@@ -1,0 +1,381 @@
+"""The EAGLE-3 drafter: one decoder layer that reads the target's states and the next token (walk: step 6).
+
+A column is (state, embedding of the next token). In training `unroll` runs all drafting steps of a packed batch at
+once; in decoding `extend` appends columns to a cache. Both are the same arithmetic. Source: EAGLE-3, arXiv 2503.01840;
+tensor names and the variants' flags are those of vLLM's llama_eagle3.py, so that export renames nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eagle3.attention import Block, unroll_attention
+from eagle3.errors import RequestError, StoreError
+from eagle3.slots import SlotRows
+
+WEIGHTS = "drafter.safetensors"
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """The drafter's sizes and variants; `layer_ids` are the target's layers that it reads, in this order."""
+
+    hidden_size: int
+    target_hidden_size: int
+    layer_ids: tuple[int, ...]
+    vocab_size: int
+    draft_vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    attention: str = "dense"
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    hidden_act: str = "silu"
+
+    def plain(self) -> dict[str, Any]:
+        """As plain JSON values, for manifests."""
+        return {**dataclasses.asdict(self), "layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> DrafterShape:
+        """Reads what `plain` wrote."""
+        return cls(**{**values, "layer_ids": tuple(values["layer_ids"])})
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding with the target's theta and scaling, in the half-split layout of Llama and vLLM."""
+
+    frequencies: Tensor
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        frequencies, self.attention_scaling = rope_frequencies(shape)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Rotates heads [R, n, D] at positions [R]."""
+        real = torch.float64 if heads.dtype == torch.float64 else torch.float32
+        angles = positions[:, None].to(real) * self.frequencies.to(real)
+        cos = (angles.cos() * self.attention_scaling)[:, None]
+        sin = (angles.sin() * self.attention_scaling)[:, None]
+        left, right = heads.to(real).chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(heads.dtype)
+
+
+def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
+    """The angular frequency of each pair of dimensions [head_dim / 2] and the factor on cos and sin.
+
+    Scaling (linear, llama3, yarn, ...) is transformers' own arithmetic. RequestError for a kind that it does not know.
+    """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = dict(shape.rope_scaling or {})
+    kind = scaling.pop("type", None)
+    parameters = {"rope_type": kind or "default", **scaling, "rope_theta": shape.rope_theta}
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+    )
+    config.rope_parameters = parameters
+    try:
+        rotary = LlamaRotaryEmbedding(config)
+    except KeyError as error:
+        raise RequestError(
+            f"the target's rope_scaling {shape.rope_scaling}: transformers misses {error} there; expected a kind and "
+            "fields that it knows, such as linear, llama3 or yarn"
+        ) from error
+    return rotary.inv_freq.clone(), float(rotary.attention_scaling)
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its weight, whatever autocast made of its input; returns the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The four projections; queries, keys and values read the pair (embedding, state) of width 2H."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        width, inner = 2 * shape.hidden_size, self.heads * self.head_dim
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
+
+    def queries(self, pair: Tensor) -> Tensor:
+        """[R, 2H] → [R, heads, D], not yet rotated."""
+        return self.q_proj(pair).unflatten(-1, (self.heads, self.head_dim))
+
+    def keys(self, pair: Tensor) -> Tensor:
+        """[R, 2H] → [R, kv_heads, D], not yet rotated."""
+        return self.k_proj(pair).unflatten(-1, (self.kv_heads, self.head_dim))
+
+    def values(self, pair: Tensor) -> Tensor:
+        """[R, 2H] → [R, kv_heads, D]."""
+        return self.v_proj(pair).unflatten(-1, (self.kv_heads, self.head_dim))
+
+
+class Mlp(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.activation = ACT2FN[shape.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class MidLayer(nn.Module):
+    """The decoder layer around the attention."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.norm_before_residual = shape.norm_before_residual
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+        self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def enter(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What the projections read [R, 2H] and the residual [R, H]: the state as it came, or normed (variant)."""
+        normed = self.hidden_norm(features)
+        pair = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+        return pair, normed if self.norm_before_residual else features
+
+    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """From attended heads [R, heads, D] to the layer's output g [R, H], pre-norm."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DraftCache:
+    """Keys and values of the columns so far, as decoding appends and truncates them."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """The number of columns."""
+        return 0 if self.keys is None else len(self.keys)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` columns."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:length], self.values[:length]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds columns [T, kv_heads, D]; returns all of them."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys)), torch.cat((self.values, values))
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter on the target's frozen embedding [V, H], which is not part of its state dict."""
+
+    embedding: Tensor
+    d2t: Tensor
+    t2d: Tensor
+    draft_ids: Tensor
+
+    def __init__(self, shape: DrafterShape, embedding: Tensor) -> None:
+        super().__init__()
+        if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
+            raise RequestError(
+                f"drafter: found an embedding of {list(embedding.shape)}, expected the target's "
+                f"[{shape.vocab_size}, {shape.hidden_size}]; train and use a drafter with the same model="
+            )
+        self.shape = shape
+        states, width = len(shape.layer_ids), shape.target_hidden_size
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.input_norm = Norm(states * width, eps=shape.rms_norm_eps) if shape.norm_before_fc else None
+        norms = [Norm(width, eps=shape.rms_norm_eps) for _ in range(states)]
+        self.fc_norm = nn.ModuleList(norms) if shape.fc_norm else None
+        self.fc = nn.Linear(states * width, shape.hidden_size, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.rotary = Rotary(shape)
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        in_vocab = torch.arange(shape.vocab_size) < shape.draft_vocab_size
+        self.register_buffer("t2d", in_vocab)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.fc.weight.dtype
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The target id of each draft id, int64 [D]; None when the vocabularies are equal."""
+        if self.shape.draft_vocab_size == self.shape.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
+        """Takes over a vocabulary map: offsets int64 [D] (target id - draft id, target ids ascending), bool [V]."""
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids → target ids."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The target's embeddings [R, H] in the drafter's dtype."""
+        return F.embedding(input_ids, self.embedding).to(self.dtype)
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's captured states [T, K * H_target], in the order of `layer_ids`, → features [T, H]."""
+        states = hidden_states.to(self.dtype)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            chunks = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(states)
+
+    def unroll(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        slots: SlotRows,
+        blocks: Sequence[Sequence[Block]],
+    ) -> Tensor:
+        """All unroll steps of a packed batch of T tokens, teacher-forced: → normed outputs [M, H] of supervised slots.
+
+        The M rows come step by step in the order of `slots`; `lm_head` of them are the draft logits. `hidden_states`
+        [T, K * H_target]; `blocks[k]` cuts `slots.rows[k]` for the attention.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        # Step 0: keys and values of every row; its last token's column in a document is never attended to.
+        pair, residual = layer.enter(self.embed(input_ids.roll(-1)), self.fuse(hidden_states))
+        key, value = self.rotary(attention.keys(pair), position_ids), attention.values(pair)
+        rows = slots.rows[0]
+        pair, features = pair[rows], residual[rows]
+        residual = features
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for k in range(slots.steps):
+            rows, kept, supervised = slots.rows[k], slots.kept[k], slots.supervised[k]
+            positions = position_ids[rows] + k
+            if k > 0:
+                if kept is not None:
+                    features = features[kept]
+                    own_keys, own_values = [x[kept] for x in own_keys], [x[kept] for x in own_values]
+                pair, residual = layer.enter(self.embed(input_ids[rows + 1 + k]), features)
+                own_keys.append(self.rotary(attention.keys(pair), positions))
+                own_values.append(attention.values(pair))
+            query = self.rotary(attention.queries(pair), positions)
+            attended = unroll_attention(query, key, value, own_keys, own_values, rows, blocks[k])
+            g = layer.leave(attended, residual)
+            output = self.norm(g)
+            features = output if self.shape.norm_output else g
+            outputs.append(output if supervised is None else output[supervised])
+        return torch.cat(outputs)
+
+    def new_cache(self) -> DraftCache:
+        """An empty cache."""
+        return DraftCache()
+
+    def extend(
+        self, cache: DraftCache, input_ids: Tensor, features: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Appends T columns that read tokens `input_ids` [T] beside `features` [T, H], each seeing all before it.
+
+        A column's token is the one after its state: column t of a text holds fuse(states of token t) and token t+1, at
+        position t. Returns what the next drafting step takes as its feature, [T, H], and the draft logits [T, D].
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        pair, residual = layer.enter(self.embed(input_ids), features)
+        query = self.rotary(attention.queries(pair), positions)
+        before = cache.length
+        keys, values = cache.append(self.rotary(attention.keys(pair), positions), attention.values(pair))
+        columns = torch.arange(len(keys), device=keys.device)
+        mask = columns[None, :] <= (before + torch.arange(len(query), device=keys.device))[:, None]
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=mask,
+            enable_gqa=True,
+        )
+        g = layer.leave(attended[0].transpose(0, 1), residual)
+        output = self.norm(g)
+        return (output if self.shape.norm_output else g), self.lm_head(output)
+
+
+def save_drafter(drafter: Eagle3Drafter, folder: Path) -> Path:
+    """Writes `drafter.safetensors`: fp32 weights, the vocabulary map, and the shape in its metadata."""
+    path = Path(folder) / WEIGHTS
+    tensors = {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    save_file(tensors, path, metadata={"shape": json.dumps(drafter.shape.plain())})
+    return path
+
+
+def load_drafter(folder: Path, embedding: Tensor) -> Eagle3Drafter:
+    """Reads what `save_drafter` wrote onto the target's embedding [V, H].
+
+    StoreError, naming the file, when it is absent or torn or when a tensor is missing, unknown or of another size;
+    RequestError when the embedding is another model's.
+    """
+    path = Path(folder) / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            shape = DrafterShape.from_plain(json.loads(file.metadata()["shape"]))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{path}: expected a drafter's weights, found {type(error).__name__}: {error}; "
+            "delete its folder and run `eagle3 stage=train` again"
+        ) from error
+    drafter = Eagle3Drafter(shape, embedding)
+    try:
+        drafter.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        raise StoreError(
+            f"{path}: its tensors are not those of the shape that it states: {' '.join(str(error).split())}; "
+            "delete its folder and run `eagle3 stage=train` again"
+        ) from error
+    return drafter
