@@ -8,6 +8,7 @@ Each field is explained where users set it, in `conf/`. Groups hold the user's i
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,11 +263,9 @@ class Config:
 
 def locate(node: dict[str, Any], where: str) -> Any:
     """The class or function that a node's `_target_` names; RequestError with the root cause when there is none."""
-    from hydra.utils import get_object
-
-    target = node.get("_target_")
+    target = str(node.get("_target_"))
     try:
-        found = get_object(str(target))
+        found = _import(target)
     except Exception as error:
         raise RequestError(
             f"{where}._target_: found {target!r}, which cannot be imported ({root_cause(error)}), expected the full "
@@ -274,6 +273,16 @@ def locate(node: dict[str, Any], where: str) -> Any:
         ) from error
     if not callable(found):
         raise RequestError(f"{where}._target_: found {target!r}, a {type(found).__name__}, expected something callable")
+    return found
+
+
+def _import(target: str) -> Any:
+    parts = target.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 1):
+        if not hasattr(found, part) and inspect.ismodule(found) and hasattr(found, "__path__"):
+            importlib.import_module(".".join(parts[: i + 1]))
+        found = getattr(found, part)
     return found
 
 

@@ -164,7 +164,7 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
     return f"{path}: found {found}, expected a number {expected}; leave it out for the default"
 
 
-TYPES = {"Integer": "a whole number", "Float": "a number", "String": "a word", "Boolean": "true or false"}
+TYPES = {"Integer": "a whole number", "Float": "a number", "String": "a word", "bool": "true or false"}
 
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
@@ -229,8 +229,8 @@ def _explain_field(path: str, text: str) -> str:
         return _unknown(path)
     if "is not a ListConfig, list or tuple" in text:
         return f"{path}: found a single value, expected a list; write '{path}=[...]' (in quotes)"
-    for name, words in TYPES.items():
-        if text.endswith(f"could not be converted to {name}"):
-            value = text[text.find("'") : text.find(" of type")]
-            return f"{path}: found {value}, expected {words}; leave it out for the default"
+    found = re.match(r"Value ('.*?') .*(?:converted to|not a valid) (\w+)", text)
+    if found and found.group(2) in TYPES:
+        value, kind = found.groups()
+        return f"{path}: found {value}, expected {TYPES[kind]}; leave it out for the default"
     return f"{path}: {text}; see `eagle3 --cfg job`"

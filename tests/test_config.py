@@ -1,0 +1,200 @@
+"""The checked configuration and the building of objects: faults are named before anything loads."""
+
+from __future__ import annotations
+
+import collections
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from eagle3.config import Config, build, check_nodes, choice, number
+from eagle3.errors import RequestError, StoreError
+from eagle3.validation import nearest, paths, validate
+
+GROUPS = ("stage", "model", "hardware", "dataset", "layers", "drafter", "trainer", "logger")
+
+
+def tree(**changes: Any) -> dict[str, Any]:
+    """The smallest valid configuration, with values changed at dotted paths (`__` for a dot)."""
+    node: dict[str, Any] = {group: {"name": group} for group in GROUPS}
+    node["model"]["path"] = "/models/x"
+    for path, value in changes.items():
+        *groups, last = path.split("__")
+        inner = node
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return node
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        validate(tree(**changes))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_valid_tree_becomes_plain_values() -> None:
+    """C5: no OmegaConf type passes the CLI."""
+    cfg = validate(
+        OmegaConf.create(tree(layers__ids=[2, 3], dataset__sources={"a": {"path": "x"}}, drafter__losses={"a": 1}))
+    )
+    assert type(cfg) is Config
+    assert type(cfg.layers.ids) is list
+    assert type(cfg.dataset.sources) is dict
+    assert cfg.dataset.sources["a"].role == "train"
+    assert cfg.drafter.losses == {"a": 1.0}
+
+
+def test_all_missing_values_are_reported_at_once() -> None:
+    message = refusal(model__path="???", dataset__sources={"train": {"path": "???"}})
+    assert message.startswith("2 faults")
+    assert "model.path=VALUE" in message
+    assert "dataset.sources.train.path=VALUE" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layers__idz": [1]}, "layers.ids"),
+        ({"sead": 1}, "seed"),
+        ({"lr": 1.0}, "trainer.lr"),
+        ({"trainer__draft_vocab_size": 3}, "drafter.draft_vocab_size"),
+        ({"dataset__sources": {"a": {"path": "x", "rolle": "train"}}}, "dataset.sources.a.role"),
+        ({"evaluate__promts_per_set": 3}, "evaluate.prompts_per_set"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(changes: dict[str, Any], expected: str) -> None:
+    message = refusal(**changes)
+    assert "there is no such field" in message
+    assert f"did you mean {expected}" in message
+
+
+def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
+    assert "layers has also, fractions, ids, name" in refusal(layers__zzzzz=1)
+    assert "the configuration has cache_dir" in refusal(zzzzz=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dataset__on_bad_row": "foo"}, ("dataset.on_bad_row", "'foo'", "skip or stop", "dataset.on_bad_row=skip")),
+        ({"store__dtype": "float23"}, ("store.dtype", "bfloat16 or float32", "store.dtype=float32")),
+        ({"drafter__draft_vocab_size": 0}, ("drafter.draft_vocab_size", "found 0", "at least 1")),
+        ({"drafter__draft_vocab_size": -1}, ("drafter.draft_vocab_size", "found -1")),
+        ({"trainer__lr": float("nan")}, ("trainer.lr", "nan", "above 0")),
+        ({"trainer__lr": 0.0}, ("trainer.lr", "above 0")),
+        ({"store__max_failed_fraction": 1.5}, ("store.max_failed_fraction", "at most 1")),
+        ({"dataset__sources": {"a": {"path": "x", "limit": 0}}}, ("dataset.sources.a.limit", "found 0")),
+        ({"hardware__devices": 0}, ("hardware.devices", "at least 1")),
+        ({"evaluate__k": 0}, ("evaluate.k", "at least 1")),
+    ],
+)
+def test_impossible_values_are_refused_with_the_allowed_ones(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refusal(**changes)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trainer__max_epochs": "abc"}, "trainer.max_epochs: found 'abc', expected a whole number"),
+        ({"trainer__lr": "fast"}, "trainer.lr: found 'fast', expected a number"),
+        ({"dry_run": "perhaps"}, "dry_run: found 'perhaps', expected true or false"),
+        ({"layers__ids": 2}, "layers.ids: found a single value, expected a list"),
+        ({"trainer__lr": "${nowhere}"}, "trainer.lr: Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_wrong_types_are_refused(changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(**changes)
+
+
+def test_faults_are_reported_together() -> None:
+    message = refusal(trainer__lr=-1.0, dataset__on_bad_row="foo", drafter__unroll_steps=0)
+    assert message.startswith("3 faults")
+
+
+def test_null_is_not_checked_against_bounds() -> None:
+    assert validate(tree(drafter__draft_vocab_size=None)).drafter.draft_vocab_size is None
+
+
+def test_fields_of_the_schema_have_usable_defaults() -> None:
+    assert "trainer.lr" in paths()
+    assert nearest("trainer.lrr") == ["trainer.lr"]
+    assert choice("a", "b").metadata["choices"] == ("a", "b")
+    assert number(None, least=1).default is None
+
+
+class Holder:
+    """What `build` makes in these tests."""
+
+    def __init__(self, size: int, values: Any = None, inner: Any = None, sink: Any = None) -> None:
+        if size < 0:
+            raise ValueError("size must not be negative")
+        if size == 99:
+            raise StoreError("from the constructor")
+        self.size, self.values, self.inner, self.sink = size, values, inner, sink
+
+
+HOLDER = f"{__name__}.Holder"
+
+
+def test_build_passes_plain_containers_and_untouched_objects() -> None:
+    """C5: constructors get lists and dicts; what the caller passes arrives as the very object."""
+    sink = collections.Counter()
+    node = {"_target_": HOLDER, "size": 1, "values": {"ids": [1, 2]}, "inner": {"_target_": HOLDER, "size": 2}}
+    made = build(node, sink=sink)
+    assert type(made.values) is dict
+    assert type(made.values["ids"]) is list
+    assert made.inner.size == 2
+    assert made.sink is sink
+    assert build(node, size=5).size == 5
+
+
+def test_build_hands_dataclasses_over_as_they_are() -> None:
+    cfg = validate(tree())
+    assert build({"_target_": HOLDER, "size": 1}, sink=cfg).sink is cfg
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"_target_": "no_such_package.Thing"}, ("no_such_package", "ModuleNotFoundError")),
+        ({"_target_": "fractions.Fractoin"}, ("fractions.Fractoin", "AttributeError")),
+        ({"_target_": HOLDER, "size": -1}, ("ValueError: size must not be negative",)),
+        ({"_target_": HOLDER, "sice": 1}, ("sice", HOLDER)),
+        ({"_target_": HOLDER, "size": 1, "inner": {"_target_": HOLDER, "size": -1}}, ("ValueError: size must not",)),
+    ],
+)
+def test_build_names_the_field_and_the_root_cause(node: dict[str, Any], words: tuple[str, ...]) -> None:
+    """C7: a constructor's complaint comes with its config path."""
+    with pytest.raises(RequestError) as caught:
+        build(node, _where_="drafter.module")
+    message = str(caught.value)
+    assert message.startswith("drafter.module")
+    for word in words:
+        assert word in message
+
+
+def test_build_lets_our_own_errors_pass() -> None:
+    for node in (
+        {"_target_": HOLDER, "size": 99},
+        {"_target_": HOLDER, "size": 1, "inner": {"_target_": HOLDER, "size": 99}},
+    ):
+        with pytest.raises(StoreError, match="from the constructor"):
+            build(node)
+
+
+def test_check_nodes_finds_all_faults_without_building() -> None:
+    good = {"_target_": HOLDER, "size": -1}
+    check_nodes({"a": good, "b": [good], "c": {"_target_": "fractions.Fraction", "_args_": [1, 2]}})
+    assert Fraction(1, 2) == build({"_target_": "fractions.Fraction", "_args_": [1, 2]})
+    with pytest.raises(RequestError) as caught:
+        check_nodes({"a": {"_target_": "nowhere.X"}, "b": [{"_target_": HOLDER, "sice": 1}]}, "trainer")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("trainer.a._target_: found 'nowhere.X'")
+    assert lines[1].startswith(f"trainer.b[0]: {HOLDER} does not take these fields")
