@@ -13,6 +13,7 @@ class DeepseekV3Adapter(Adapter):
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
     engines = ("transformers", "vllm")
+    scales_residual_in_float16 = True
     turn_ends = ("<｜end▁of▁sentence｜>",)  # noqa: RUF001 - this is how the token is spelt
     inserted_texts = ("<think>\n\n</think>\n\n",)
 

@@ -10,4 +10,5 @@ class LlamaAdapter(Adapter):
 
     name = "llama"
     architectures = ("LlamaForCausalLM", "MistralForCausalLM")
+    engines = ("transformers", "vllm")
     turn_ends = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "</s>")

@@ -10,5 +10,6 @@ class QwenAdapter(Adapter):
 
     name = "qwen"
     architectures = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    engines = ("transformers", "vllm")
     turn_ends = ("<|im_end|>", "<|endoftext|>")
     inserted_texts = ("<think>\n\n</think>\n\n",)

@@ -67,6 +67,8 @@ class Adapter(ABC):
     )
     # Tokens that end an assistant turn beside the checkpoint's EOS; those that a tokenizer lacks are ignored.
     turn_ends: ClassVar[tuple[str, ...]] = ()
+    # Whether engines scale the residual stream down in float16, so that states would not be the model's.
+    scales_residual_in_float16: ClassVar[bool] = False
     # Text that the chat template puts into a turn without the model having generated it.
     inserted_texts: ClassVar[tuple[str, ...]] = ()
 

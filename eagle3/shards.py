@@ -100,7 +100,7 @@ def shards_at(bounds: Sequence[int], lengths: Sequence[int], sample_ids: Sequenc
     seen = set[str]()
     plans: list[ShardPlan] = []
     for number, (first, after) in enumerate(zip(bounds, [*bounds[1:], len(lengths)], strict=True)):
-        rows = []
+        rows: list[int] = []
         for row in range(first, after):
             if sample_ids[row] not in seen:
                 seen.add(sample_ids[row])
@@ -184,6 +184,13 @@ class LayerFile:
         self.checksums[member] = zlib.crc32(data)
         self._write(data, self.data_offset + start * self.layout.row_bytes)
 
+    def read(self, start: int, length: int) -> Tensor:
+        """The rows [length, H] from `start` on, as they are in the file. StoreError when it ends before."""
+        data = bytearray(length * self.layout.row_bytes)
+        if os.preadv(self.handle, [data], self.data_offset + start * self.layout.row_bytes) != len(data):
+            raise StoreError(f"{self.path}: ended early at row {start} (+{length})")
+        return torch.frombuffer(data, dtype=self.layout.torch_dtype).view(length, self.layout.hidden_size)
+
     def close(self) -> None:
         """Writes the checksums and waits until everything is on the disk."""
         for member in np.flatnonzero(self.checksums < 0):
@@ -240,6 +247,12 @@ class ShardWriter:
                 file.write(member, self.starts[member], states[layer_id])
         except OSError as error:
             raise write_error(error, self.temporary) from error
+        self.written.add(sample_id)
+
+    def accept(self, sample_id: str, checksums: Mapping[int, int]) -> None:
+        """Notes a member whose rows an engine has put into the files by itself; crc32 of its rows by layer id."""
+        for layer_id, file in self.files.items():
+            file.checksums[self.members[sample_id]] = checksums[layer_id]
         self.written.add(sample_id)
 
     def reject(self, sample_id: str, reason: str) -> None:

@@ -38,7 +38,7 @@ def test_random_schedules_give_every_row_to_its_sample() -> None:
             np.concatenate([shared, random.integers(0, 50, random.integers(1, 9))]).astype(np.int64).tobytes()
             for _ in range(6)
         }
-        arrays = [np.frombuffer(sample, dtype=np.int64) for sample in samples]
+        arrays = [np.frombuffer(sample, dtype=np.int64) for sample in sorted(samples)]
         matcher, made = opened(*arrays)
         seen = {index: np.zeros(len(sample), dtype=int) for index, sample in enumerate(arrays)}
         waiting, partial, start = list(range(len(arrays))), None, 0
@@ -63,7 +63,7 @@ def test_random_schedules_give_every_row_to_its_sample() -> None:
 
 def test_a_whole_document_keeps_its_rows_beside_a_chunk_with_the_same_beginning() -> None:
     short, long = ids(5, 6, 7), ids(5, 6, 7, 8, 9)
-    matcher, (_, second) = opened(short, long)
+    matcher, (second, _) = opened(long, short)
     runs = matcher.match(*batch((long, 0, 3), (short, 0, 3)))
     assert sorted((run.sample.index, run.count) for run in runs) == [(0, 3), (1, 3)]
     (rest,) = matcher.match(*batch((long, 3, 5)))

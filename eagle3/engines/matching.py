@@ -111,11 +111,11 @@ class RowMatcher:
         """The sample not yet begun that these rows from `position` on are the beginning of."""
         if position:
             return None
-        whole = self._open.get(ids.tobytes())
-        if whole is not None and whole.rows_seen == 0:
-            return whole
-        for sample in self._open.values():  # engines start documents in the order of their arrival
-            if sample.rows_seen == 0 and np.array_equal(sample.input_ids[: len(ids)], ids):
+        # The first one, also before a shorter one that is whole: engines start documents in the order of their arrival.
+        for sample in self._open.values():
+            if sample.rows_seen or len(sample.input_ids) < len(ids) or sample.input_ids[len(ids) - 1] != ids[-1]:
+                continue
+            if np.array_equal(sample.input_ids[: len(ids)], ids):
                 return sample
         return None
 

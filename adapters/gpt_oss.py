@@ -1,0 +1,14 @@
+"""gpt-oss: attention sinks, sliding windows, experts in MXFP4, the harmony format."""
+
+from __future__ import annotations
+
+from eagle3.adapter import Adapter
+
+
+class GptOssAdapter(Adapter):
+    """OpenAI's open-weight models."""
+
+    name = "gpt_oss"
+    architectures = ("GptOssForCausalLM",)
+    engines = ("transformers", "vllm")
+    turn_ends = ("<|return|>", "<|call|>", "<|end|>")

@@ -1,0 +1,172 @@
+"""The other end of `vllm_host`: starts it, talks to it, notices its death and says why (step 3 of the walk).
+
+All output of the host and of every worker goes to one log file. A death is noticed within a second and reported with
+the first exception that any worker wrote there and with the last lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import eagle3
+from eagle3.errors import EngineError
+
+LAST_LINES = 15
+CLOSE_SECONDS = 20.0
+# vLLM puts "(Worker_TP1 pid=17) ERROR 11-30 00:12:13 [core.py:100] " in front of each line.
+PREFIX = re.compile(r"^(\([^)]*pid=\d+\) *)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
+
+
+class EngineProcess:
+    """A running `vllm_host`. `receive` hands out its messages; answers of `call` are told from finished requests."""
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], log_file: Path) -> None:
+        ours, theirs = socket.socketpair()
+        # The host and vLLM's workers import eagle3 also where it is not installed.
+        source = str(Path(eagle3.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        self.log_file = log_file
+        self._broken = False
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as log, theirs:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "eagle3.engines.vllm_host", str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": path, **environment},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A group of its own: Ctrl-C is for us to handle, and all of it can be ended at once.
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._finished: deque[list[Any]] = deque()
+        self._connection.send(dict(arguments))
+
+    def wait_ready(self, watch: Callable[[str], None]) -> str:
+        """Waits for the load to end; `watch` sees the log's text as it grows and may raise. Returns vLLM's version."""
+        position = self._log_start
+        while True:
+            message = self._receive(0.5)
+            with self.log_file.open("rb") as file:
+                file.seek(position)
+                text = file.read()
+            position += len(text)
+            watch(text.decode("utf-8", "replace"))
+            if message is not None:
+                return message[1]
+
+    def submit(self, requests: list[tuple[str, list[int], dict[str, Any]]]) -> None:
+        """Queues requests: id, token ids, sampling parameters."""
+        self._send(("submit", requests))
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers to a method of the worker extension."""
+        self._send(("call", method, arguments))
+        while True:
+            message = self._receive(1.0)
+            if message is None:
+                continue
+            if message[0] == "result":
+                return message[1]
+            self._finished.append(message[1])
+
+    def finished(self, timeout_s: float) -> list[tuple[str, list[int], str]]:
+        """Requests that have ended (id, new token ids, reason), waiting at most `timeout_s` for one."""
+        if not self._finished and (message := self._receive(timeout_s)) is not None:
+            self._finished.append(message[1])
+        return [request for batch in iter(self._pop, None) for request in batch]
+
+    def _pop(self) -> list[Any] | None:
+        return self._finished.popleft() if self._finished else None
+
+    def close(self, *, gently: bool = True) -> None:
+        """Ends the host and everything that it started; `gently` lets vLLM shut down by itself first."""
+        if self._process.poll() is None and gently:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                self._connection.send(("close",))
+                self._process.wait(CLOSE_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+    def failure(self, what: str, details: str = "") -> EngineError:
+        """An error with the engine's own words: the first exception in its log, and the last lines."""
+        text = self.log_text()
+        first = first_exception(text)
+        last = "\n".join(f"    {line}" for line in text.strip().splitlines()[-LAST_LINES:])
+        self._broken = True
+        parts = [
+            what,
+            f"first exception in the engine's log: {first}" if first else "",
+            details.strip(),
+            f"last lines of {self.log_file}:\n{last}",
+        ]
+        return EngineError("\n".join(part for part in parts if part))
+
+    def log_text(self) -> str:
+        """What this host has logged so far."""
+        with self.log_file.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode("utf-8", "replace")
+
+    @property
+    def broken(self) -> bool:
+        """Whether the host has failed or died."""
+        return self._broken or self._process.poll() is not None
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._death() from error
+
+    def _receive(self, timeout_s: float) -> Any:
+        """The next message, None after `timeout_s`; a reported failure or a death is raised."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._connection.poll(max(min(deadline - time.monotonic(), 0.5), 0)):
+                    message = self._connection.recv()
+                    if message[0] == "failed":
+                        raise self.failure(f"vllm: {message[1]}", message[2])
+                    return message
+            except (EOFError, OSError) as error:
+                raise self._death() from error
+            if self._process.poll() is not None and not self._connection.poll(0):
+                raise self._death()
+            if time.monotonic() >= deadline:
+                return None
+
+    def _death(self) -> EngineError:
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return self.failure("vllm: the engine's process closed its connection")
+        how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return self.failure(f"vllm: the engine's process {how}")
+
+
+def first_exception(log: str) -> str | None:
+    """The line that ends the first traceback of a log, vLLM's own prefixes taken away; None when there is none."""
+    lines = [PREFIX.sub("", line) for line in log.splitlines()]
+    for start, line in enumerate(lines):
+        if line.startswith("Traceback (most recent call last)"):
+            for ending in lines[start + 1 :]:
+                if ending and not ending.startswith((" ", "\t")):
+                    return ending
+    return None

