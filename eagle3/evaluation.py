@@ -80,7 +80,10 @@ def find_difference(
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt, decoded plainly and with the drafter; `acceptance` holds the drafter's counts and the baselines'."""
+    """One prompt, decoded plainly and with the drafter.
+
+    `acceptance` holds the counts of the drafter and of its baselines by name, `text` is the plain output decoded.
+    """
 
     key: str
     prompt_tokens: int
@@ -88,14 +91,15 @@ class PromptResult:
     speculative: Decoded
     difference: Difference | None
     acceptance: Mapping[str, Acceptance]
+    text: str
 
     @property
     def looping(self) -> bool:
         ids = self.plain.token_ids
         return loops(ids[:-1] if self.plain.finish == "stop" else ids)
 
-    def record(self, text: str) -> dict[str, Any]:
-        """Plain values for evaluation.json; `text` is the decoded output."""
+    def record(self) -> dict[str, Any]:
+        """Plain values for evaluation.json."""
         difference = self.difference
         return {
             "key": self.key,
@@ -109,7 +113,7 @@ class PromptResult:
             "seconds_plain": self.plain.seconds,
             "acceptance_length": {name: counts.acceptance_length for name, counts in self.acceptance.items()},
             "accepted_by_round": list(self.speculative.accepted),
-            "text": text,
+            "text": self.text,
         }
 
 

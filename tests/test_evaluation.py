@@ -24,7 +24,7 @@ def make_result(key, accepted, looping=False, difference=None, seconds=2.0, plai
     plain = Decoded(tokens, "length", 0, (), plain_seconds)
     speculative = Decoded(tokens, "length", K, tuple(accepted), seconds)
     acceptance = {OURS: speculative.acceptance, "bigram": Acceptance.of([0] * 10, K)}
-    return PromptResult(key, 9, plain, speculative, difference, acceptance)
+    return PromptResult(key, 9, plain, speculative, difference, acceptance, "")
 
 
 @pytest.mark.parametrize(
