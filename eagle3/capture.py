@@ -20,6 +20,7 @@ from eagle3.engines import CapturedStates, Engine
 from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.shard_index import INDEX_NAME, ShardIndex, index_bytes
 from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file
+from eagle3.streaming import ShardEngine, stream
 
 if TYPE_CHECKING:
     from eagle3.progress import Advance
@@ -35,6 +36,29 @@ class CaptureCount:
     tokens: int = 0
     seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
+
+
+class Tally:
+    """Counts samples as they are settled. StageFailed when more are lost than allowed."""
+
+    def __init__(self, lost: Counter[str], max_failed: int, advance: Advance) -> None:
+        """`lost` are those of earlier runs, by reason; `advance` hears of every token."""
+        self.count = CaptureCount()
+        self._lost, self._max_failed, self._advance = lost, max_failed, advance
+
+    def note(self, sample: Sample, reason: str | None, *, new: bool) -> None:
+        """A sample is stored (no reason) or left out; `new` unless its shard settled that in an earlier run."""
+        if reason is not None and new:
+            self.count.rejected[reason] += 1
+            self._lost[reason] += 1
+        if self._lost.total() > self._max_failed:
+            raise StageFailed(
+                f"store.max_failed_fraction: {self._lost.total()} samples could not be captured "
+                f"({_reasons(self._lost)}; the last one {sample.id}), allowed are {self._max_failed}; complete shards "
+                "are kept: allow more, or look at the samples with `eagle3 stage=inspect`"
+            )
+        self.count.tokens += len(sample.input_ids) if reason is None else 0
+        self._advance(len(sample.input_ids))
 
 
 @dataclass(frozen=True)
@@ -102,31 +126,25 @@ class Capture:
         for temporary in self.folder.glob("shard-*.tmp"):
             # What a killed run was writing.
             shutil.rmtree(temporary)
-        count, started = CaptureCount(), time.monotonic()
+        started = time.monotonic()
         info = engine.info()
-        lost = Counter(reason for plan in self.plans for reason in self._rejected(plan).values())
+        tally = Tally(Counter(r for plan in self.plans for r in self._rejected(plan).values()), max_failed, advance)
+        for number in missing:
+            if self.settled(self.plans[number]) is not None:
+                self._warn_of_versions(self.plans[number], f"{info.name} {info.version}")
+        if isinstance(engine, ShardEngine):
+            stream(self, engine, samples, missing, tally)
+            missing = {}
         for number, layer_ids in missing.items():
             plan = self.plans[number]
-            settled = self._rejected(plan) if self._joins(plan) else None
-            if settled is not None:
-                self._warn_of_versions(plan, f"{info.name} {info.version}")
+            settled = self.settled(plan)
             members = [samples[row] for row in plan.rows]
             with ShardWriter(self.folder, self.layout, plan, layer_ids) as writer:
                 for sample, reason in self._capture_shard(writer, engine, members, settled):
-                    if reason is not None and settled is None:
-                        count.rejected[reason] += 1
-                        lost[reason] += 1
-                    if lost.total() > max_failed:
-                        raise StageFailed(
-                            f"store.max_failed_fraction: {lost.total()} samples could not be captured "
-                            f"({_reasons(lost)}; the last one {sample.id}), allowed are {max_failed}; complete shards "
-                            "are kept: allow more, or look at the samples with `eagle3 stage=inspect`"
-                        )
-                    count.tokens += len(sample.input_ids) if reason is None else 0
-                    advance(len(sample.input_ids))
+                    tally.note(sample, reason, new=settled is None)
                 writer.close(members, {"name": info.name, "version": info.version, "dtype": info.dtype})
-        count.seconds = time.monotonic() - started
-        return count
+        tally.count.seconds = time.monotonic() - started
+        return tally.count
 
     def _capture_shard(
         self, writer: ShardWriter, engine: Engine, members: Sequence[Sample], settled: Mapping[str, str] | None
@@ -191,6 +209,10 @@ class Capture:
             raise StoreError(f"{path}: lists other samples than planned; run `eagle3 stage=extract` to make it again")
         return index
 
+    def settled(self, plan: ShardPlan) -> dict[str, str] | None:
+        """Who was rejected, and why, where the shard has a good index and only gains layers; None for a new shard."""
+        return self._index(plan).rejected if self._joins(plan) else None
+
     def _joins(self, plan: ShardPlan) -> bool:
         """Whether the shard has a good index, so that new layers join it and its samples are settled."""
         try:
@@ -200,7 +222,7 @@ class Capture:
         return True
 
     def _rejected(self, plan: ShardPlan) -> dict[str, str]:
-        return self._index(plan).rejected if self._joins(plan) else {}
+        return self.settled(plan) or {}
 
     def _warn_of_versions(self, plan: ShardPlan, running: str) -> None:
         engine = self._index(plan).engine

@@ -13,21 +13,18 @@ import itertools
 import logging
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from eagle3.checksums import combine_all
 from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt
 from eagle3.engines.backends import expected_backends, mismatches
+from eagle3.engines.vllm_capture import CaptureDriver, ShardWork
 from eagle3.engines.vllm_load import LoadWatch
 from eagle3.engines.vllm_process import EngineProcess
 from eagle3.engines.vllm_settings import check_devices, engine_arguments, engine_environment, installed_version
-from eagle3.errors import EngineError, RequestError, StoreError
-from eagle3.shards import Layout, ShardPlan, ShardWriter, write_error
+from eagle3.errors import EngineError, RequestError
+from eagle3.shards import Layout, ShardPlan, ShardWriter
 
 if TYPE_CHECKING:
     from eagle3.checkpoint import Target
@@ -35,29 +32,8 @@ if TYPE_CHECKING:
     from eagle3.tokens import Sample
 
 NAME = "vllm"
-RING_SLOTS, WRITERS = 3, 8
-POLL_SECONDS = 0.25
-# Batches of tokens that wait in the engine, so that it never waits for this process.
-WINDOW_BATCHES = 4
 
 log = logging.getLogger("eagle3")
-
-
-@dataclass(frozen=True)
-class ShardWork:
-    """A shard to capture: its open writer, and all members of its plan in order. Rejected members are left out."""
-
-    writer: ShardWriter
-    members: Sequence[Sample]
-
-
-@dataclass
-class _Progress:
-    """A shard whose rows are being written: what each rank has reported."""
-
-    work: ShardWork
-    members: list[int]
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 class VllmEngine:
@@ -162,46 +138,20 @@ class VllmEngine:
         all writers. Raises EngineError when the engine fails or rows cannot be told apart, StoreError when rows are
         missing, StageFailed when the disk is full. What was spent on what is in `last_capture` afterwards.
         """
-        settings = {
-            "hidden_size": layout.hidden_size,
-            "dtype": layout.dtype,
-            "rotation": rotation,
-            "slots": RING_SLOTS,
-            "writers": WRITERS,
-        }
-        self._process.call("eagle3_arm", self._adapter, list(layer_ids), settings)
-        started, waiting, armed = time.monotonic(), iter(work), True
-        open_shards: dict[str, _Progress] = {}
-        in_flight: dict[str, int] = {}
-        window = WINDOW_BATCHES * self.ranks[0]["batch_tokens"]
-        polled = time.monotonic()
+        first = self.ranks[0]
+        driver = CaptureDriver(
+            self._process,
+            self._adapter,
+            layer_ids,
+            layout,
+            batch_tokens=first["batch_tokens"],
+            longest_sample=self.longest_sample,
+            rotation=rotation,
+        )
         try:
-            while True:
-                while armed and sum(in_flight.values()) < window:
-                    following = next(waiting, None)
-                    if following is None:
-                        armed = False
-                        break
-                    key = f"{following.writer.plan.name}-{next(self._numbers)}"
-                    progress = self._submit(key, following, in_flight)
-                    if progress is None:
-                        yield following
-                    else:
-                        open_shards[key] = progress
-                if not open_shards:
-                    break
-                for request_id, _, _ in self._process.finished(POLL_SECONDS if in_flight else 0.0):
-                    in_flight.pop(request_id, None)
-                if time.monotonic() - polled < (POLL_SECONDS if in_flight else 0.02):
-                    continue
-                answers, polled = self._process.call("eagle3_poll"), time.monotonic()
-                yield from self._completed(answers, open_shards)
-                if not in_flight and open_shards and all(a["rows"] == a["rows_written"] for a in answers):
-                    self._lost(answers, open_shards)
+            yield from driver.run(work)
         finally:
-            if not self._process.broken:
-                counts = self._process.call("eagle3_disarm")
-                self.last_capture = {"seconds": time.monotonic() - started, "ranks": counts}
+            self.last_capture = driver.report
 
     def generate(
         self, prompts: Sequence[Prompt], *, temperature: float, seed: int, stop_ids: Sequence[int]
@@ -240,60 +190,6 @@ class VllmEngine:
         """Ends the engine's processes; GPU memory is free afterwards."""
         self._process.close()
 
-    def _submit(self, key: str, work: ShardWork, in_flight: dict[str, int]) -> _Progress | None:
-        """Opens a shard in all workers and queues its samples; None when it has none to capture."""
-        plan, writer = work.writer.plan, work.writer
-        members = [m for m, sample_id in enumerate(plan.sample_ids) if sample_id not in writer.rejected]
-        if not members:
-            return None
-        for member in members:
-            if plan.lengths[member] > self.longest_sample:
-                raise RequestError(
-                    f"sample {plan.sample_ids[member]}: {plan.lengths[member]} tokens, the engine takes "
-                    f"{self.longest_sample}; set hardware.engine_options.max_model_len, or a smaller dataset.max_length"
-                )
-        ids = [work.members[member].input_ids.astype(np.int32) for member in members]
-        shard = {
-            "key": key,
-            "files": {str(k): [str(file.path), file.data_offset] for k, file in writer.files.items()},
-            "members": members,
-            "lengths": [plan.lengths[member] for member in members],
-            "first_rows": [plan.starts[member] for member in members],
-            "input_ids": np.concatenate(ids).tobytes(),
-        }
-        self._process.call("eagle3_open", [shard])
-        # Sampling one token is the least that vLLM does; it is never fed back.
-        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-        requests = [(f"{key}-{member}", row.tolist(), sampling) for member, row in zip(members, ids, strict=True)]
-        in_flight.update((request_id, len(row)) for request_id, row, _ in requests)
-        self._process.submit(requests)
-        return _Progress(work, members)
-
-    def _completed(
-        self, answers: Sequence[Mapping[str, Any]], open_shards: dict[str, _Progress]
-    ) -> Iterator[ShardWork]:
-        """The shards that every rank has now written, their members accepted or rejected in the writers."""
-        for rank, answer in enumerate(answers):
-            if answer["failure"] is not None:
-                failure = answer["failure"]
-                if failure["errno"] is not None:
-                    folder = next(iter(open_shards.values())).work.writer.temporary
-                    raise write_error(OSError(failure["errno"], failure["message"]), folder)
-                raise self._process.failure(f"vllm, rank {rank}: {failure['message']}", failure["traceback"])
-            for report in answer["finished"]:
-                open_shards[report["key"]].reports[rank] = report
-        for key, progress in list(open_shards.items()):
-            if len(progress.reports) == len(answers):
-                del open_shards[key]
-                _accept(progress)
-                yield progress.work
-
-    def _lost(self, answers: Sequence[Mapping[str, Any]], open_shards: Mapping[str, _Progress]) -> None:
-        count = answers[0]["open_samples"]
-        raise self._process.failure(
-            f"vllm: all requests are finished, but {count} samples of {sorted(open_shards)} lack rows"
-        )
-
     def _check_loaded(self, whole: bool) -> None:
         """EngineError unless the loaded model has the expected layers and backends."""
         first, shape = self.ranks[0], self.target.shape
@@ -315,36 +211,6 @@ class VllmEngine:
                 if self.hardware.on_backend_mismatch == "stop":
                     raise EngineError(message)
                 log.warning("%s", message)
-
-
-def _accept(progress: _Progress) -> None:
-    """Sums up what all ranks wrote of a shard and settles its members. StoreError when rows are missing."""
-    writer, plan = progress.work.writer, progress.work.writer.plan
-    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    rejected: set[int] = set()
-    for report in progress.reports.values():
-        rejected.update(report["rejected"])
-        for layer_id, member, first, rows, crc in report["parts"]:
-            parts.setdefault((layer_id, member), []).append((first, rows, crc))
-    for member in progress.members:
-        sums: dict[int, int] = {}
-        for layer_id in writer.files:
-            pieces = sorted(parts.get((layer_id, member), []))
-            expected = 0
-            for first, rows, _ in pieces:
-                if first != expected:
-                    break
-                expected += rows
-            if expected != plan.lengths[member]:
-                raise StoreError(
-                    f"{writer.temporary}: sample {plan.sample_ids[member]} has {expected} of {plan.lengths[member]} "
-                    f"rows of layer {layer_id}; nothing of this shard is kept: run the same command again"
-                )
-            sums[layer_id] = combine_all((crc, rows * writer.layout.row_bytes) for _, rows, crc in pieces)
-        if member in rejected:
-            writer.reject(plan.sample_ids[member], "non_finite")
-        else:
-            writer.accept(plan.sample_ids[member], sums)
 
 
 def _sampling(prompt: Prompt, temperature: float, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     ("submit", [(id, ids, sampling)])   queues requests; each ends in ("finished", [(id, new ids, reason), …])
     ("close",)                          ends the process
 
-Every failure becomes ("failed", message, traceback). The engine is stepped here rather than by `LLM.generate`, so that
+Every failure becomes ("failed", message). The engine is stepped here rather than by `LLM.generate`, so that
 requests can follow while others run. When the other side is gone, the whole process group ends.
 """
 
@@ -33,7 +33,8 @@ def main() -> int:
     except EOFError:
         os.killpg(0, signal.SIGKILL)
     except BaseException as error:
-        connection.send(("failed", f"{type(error).__name__}: {error or 'no message'}", traceback.format_exc()))
+        traceback.print_exc()  # into the engine's log
+        connection.send(("failed", f"{type(error).__name__}: {error or 'no message'}"))
         return 1
     return 0
 

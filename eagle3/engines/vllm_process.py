@@ -105,7 +105,7 @@ class EngineProcess:
         self._connection.close()
 
     def failure(self, what: str, details: str = "") -> EngineError:
-        """An error with the engine's own words: the first exception in its log, and the last lines."""
+        """An error of one screen with the engine's own words: the first exception in its log, and the last lines."""
         text = self.log_text()
         first = first_exception(text)
         last = "\n".join(f"    {line}" for line in text.strip().splitlines()[-LAST_LINES:])
@@ -143,7 +143,7 @@ class EngineProcess:
                 if self._connection.poll(max(min(deadline - time.monotonic(), 0.5), 0)):
                     message = self._connection.recv()
                     if message[0] == "failed":
-                        raise self.failure(f"vllm: {message[1]}", message[2])
+                        raise self.failure(f"vllm: {message[1]}")
                     return message
             except (EOFError, OSError) as error:
                 raise self._death() from error

@@ -89,6 +89,8 @@ def deepseek_v3_config(vocab_size: int, **config: Any) -> Any:
         "v_head_dim": 128,
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     }
     return DeepseekV3Config(**{**sizes, **config})
 

@@ -1,0 +1,175 @@
+"""Drives a capture through vLLM's workers: shards go in, complete shards come out (step 3 of the walk).
+
+Several shards are in flight at once, so that the engine never drains between them. A shard is complete when every rank
+has written its part; the parts' checksums are summed up here, which also shows that no row is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eagle3.checksums import combine_all
+from eagle3.errors import RequestError, StoreError
+from eagle3.shards import Layout, ShardWriter, write_error
+
+if TYPE_CHECKING:
+    from eagle3.engines.vllm_process import EngineProcess
+    from eagle3.tokens import Sample
+
+RING_SLOTS, WRITERS = 3, 8
+POLL_SECONDS = 0.25
+# Batches of tokens that wait in the engine, so that it never waits for this process.
+WINDOW_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """A shard to capture: its open writer, and all members of its plan in order. Rejected members are left out."""
+
+    writer: ShardWriter
+    members: Sequence[Sample]
+
+
+@dataclass
+class ShardProgress:
+    """A shard whose rows are being written: the members that are captured, and what each rank has reported."""
+
+    work: ShardWork
+    members: list[int]
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Sums up what all ranks wrote and accepts or rejects each member. StoreError when rows are missing."""
+        writer, plan = self.work.writer, self.work.writer.plan
+        parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        rejected: set[int] = set()
+        for report in self.reports.values():
+            rejected.update(report["rejected"])
+            for layer_id, member, first, rows, crc in report["parts"]:
+                parts.setdefault((layer_id, member), []).append((first, rows, crc))
+        for member in self.members:
+            sums: dict[int, int] = {}
+            for layer_id in writer.files:
+                pieces = sorted(parts.get((layer_id, member), []))
+                found = 0
+                for first, rows, _ in pieces:
+                    if first != found:
+                        break
+                    found += rows
+                if found != plan.lengths[member]:
+                    raise StoreError(
+                        f"{writer.temporary}: sample {plan.sample_ids[member]} has {found} of {plan.lengths[member]} "
+                        f"rows of layer {layer_id}; nothing of this shard is kept: run the same command again"
+                    )
+                sums[layer_id] = combine_all((crc, rows * writer.layout.row_bytes) for _, rows, crc in pieces)
+            if member in rejected:
+                writer.reject(plan.sample_ids[member], "non_finite")
+            else:
+                writer.accept(plan.sample_ids[member], sums)
+
+
+class CaptureDriver:
+    """One capture of fixed layers. `report` tells afterwards what each rank spent on what."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        adapter: str,
+        layer_ids: Sequence[int],
+        layout: Layout,
+        *,
+        batch_tokens: int,
+        longest_sample: int,
+        rotation: int = 0,
+    ) -> None:
+        self.process, self.layer_ids, self.longest_sample = process, list(layer_ids), longest_sample
+        self.window = WINDOW_BATCHES * batch_tokens
+        self.report: dict[str, Any] = {}
+        self._numbers = itertools.count()
+        self._in_flight: dict[str, int] = {}
+        self._open: dict[str, ShardProgress] = {}
+        settings = {"hidden_size": layout.hidden_size, "dtype": layout.dtype, "rotation": rotation}
+        process.call("eagle3_arm", adapter, self.layer_ids, {**settings, "slots": RING_SLOTS, "writers": WRITERS})
+
+    def run(self, work: Iterable[ShardWork]) -> Iterator[ShardWork]:
+        """Yields each shard when its members are settled. See `VllmEngine.capture_shards` for what it raises."""
+        started, polled, waiting = time.monotonic(), time.monotonic(), iter(work)
+        more = True
+        try:
+            while True:
+                while more and sum(self._in_flight.values()) < self.window:
+                    following = next(waiting, None)
+                    if following is None:
+                        more = False
+                    elif not self._submit(following):
+                        yield following
+                if not self._open:
+                    return
+                for request_id, _, _ in self.process.finished(POLL_SECONDS if self._in_flight else 0.02):
+                    self._in_flight.pop(request_id, None)
+                if self._in_flight and time.monotonic() - polled < POLL_SECONDS:
+                    continue
+                answers, polled = self.process.call("eagle3_poll"), time.monotonic()
+                yield from self._complete(answers)
+                if self._open and not self._in_flight and all(a["rows"] == a["rows_written"] for a in answers):
+                    count = answers[0]["open_samples"]
+                    raise self.process.failure(
+                        f"vllm: all requests are finished, but {count} samples of {sorted(self._open)} lack rows"
+                    )
+        finally:
+            if not self.process.broken:
+                ranks = self.process.call("eagle3_disarm")
+                self.report = {"seconds": time.monotonic() - started, "ranks": ranks}
+
+    def _submit(self, work: ShardWork) -> bool:
+        """Opens a shard in all workers and queues its samples; false when it has none to capture."""
+        plan, writer = work.writer.plan, work.writer
+        members = [m for m, sample_id in enumerate(plan.sample_ids) if sample_id not in writer.rejected]
+        for member in members:
+            if plan.lengths[member] > self.longest_sample:
+                raise RequestError(
+                    f"sample {plan.sample_ids[member]}: {plan.lengths[member]} tokens, the engine takes "
+                    f"{self.longest_sample}; set hardware.engine_options.max_model_len, or a smaller dataset.max_length"
+                )
+        if not members:
+            return False
+        key = f"{plan.name}-{next(self._numbers)}"
+        ids = [work.members[member].input_ids.astype(np.int32) for member in members]
+        shard = {
+            "key": key,
+            "files": {str(k): [str(file.path), file.data_offset] for k, file in writer.files.items()},
+            "members": members,
+            "lengths": [plan.lengths[member] for member in members],
+            "first_rows": [plan.starts[member] for member in members],
+            "input_ids": np.concatenate(ids).tobytes(),
+        }
+        self.process.call("eagle3_open", [shard])
+        # Sampling one token is the least that vLLM does; it is never fed back.
+        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        requests = [(f"{key}-{member}", row.tolist(), sampling) for member, row in zip(members, ids, strict=True)]
+        self._in_flight.update((request_id, len(row)) for request_id, row, _ in requests)
+        self._open[key] = ShardProgress(work, members)
+        self.process.submit(requests)
+        return True
+
+    def _complete(self, answers: Sequence[Mapping[str, Any]]) -> Iterator[ShardWork]:
+        """The shards that every rank has now written."""
+        for rank, answer in enumerate(answers):
+            if (failure := answer["failure"]) is not None:
+                if failure["errno"] is not None:
+                    folder = next(iter(self._open.values())).work.writer.temporary
+                    raise write_error(OSError(failure["errno"], failure["message"]), folder)
+                raise self.process.failure(f"vllm, rank {rank}: {failure['message']}", failure["traceback"])
+            for report in answer["finished"]:
+                self._open[report["key"]].reports[rank] = report
+        for key, progress in list(self._open.items()):
+            if len(progress.reports) == len(answers):
+                del self._open[key]
+                progress.settle()
+                yield progress.work

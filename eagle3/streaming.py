@@ -1,0 +1,136 @@
+"""Capture by an engine whose workers write the shards themselves: several shards in flight, closed behind its back.
+
+`Capture.run` comes here for such an engine (step 3 of the walk). A shard's checksums, index, fsync and rename happen in
+threads of this process, which waits for them when too many are behind: a slow disk slows the engine, nothing grows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from eagle3.engines import CapturedStates, EngineInfo
+from eagle3.errors import EngineError, StoreError
+from eagle3.shards import Layout, ShardPlan, ShardWriter
+
+if TYPE_CHECKING:
+    from eagle3.capture import Capture, Tally
+    from eagle3.engines.vllm_capture import ShardWork
+    from eagle3.tokens import Sample
+
+CLOSERS, MOST_CLOSING = 4, 8
+FIRST_SAMPLES = 10
+
+
+@runtime_checkable
+class ShardEngine(Protocol):
+    """An engine that writes shards by itself; `longest_sample` is the most tokens that it takes."""
+
+    longest_sample: int
+
+    def info(self) -> EngineInfo:
+        """What is loaded."""
+        ...
+
+    def capture(self, samples: Sequence[Sample], layer_ids: Sequence[int]) -> Iterator[CapturedStates]:
+        """Yields each sample's states, read back from a file."""
+        ...
+
+    def capture_shards(
+        self, work: Iterable[ShardWork], layer_ids: Sequence[int], layout: Layout
+    ) -> Iterator[ShardWork]:
+        """Yields each shard when all its members are accepted or rejected in its writer."""
+        ...
+
+
+def stream(
+    capture: Capture,
+    engine: ShardEngine,
+    samples: Sequence[Sample],
+    missing: Mapping[int, Sequence[int]],
+    tally: Tally,
+) -> None:
+    """Captures the missing layers of each shard; `tally` hears of every sample. Raises what `Capture.run` does."""
+    info = engine.info()
+    made_by = {"name": info.name, "version": info.version, "dtype": info.dtype}
+    _check_first(capture, engine, samples, missing)
+    with ExitStack() as stack:
+        closers = stack.enter_context(ThreadPoolExecutor(CLOSERS, thread_name_prefix="eagle3-close"))
+        closing: deque[Future[None]] = deque()
+        for layer_ids, numbers in itertools.groupby(missing, key=lambda number: tuple(missing[number])):
+            plans = [capture.plans[number] for number in numbers]
+            work = _open_shards(capture, engine, samples, plans, layer_ids, stack)
+            for done in engine.capture_shards(work, layer_ids, capture.layout):
+                settled = capture.settled(done.writer.plan)
+                for sample in done.members:
+                    reason = done.writer.rejected.get(sample.id)
+                    if settled is not None and reason != settled.get(sample.id):
+                        raise StoreError(
+                            f"{done.writer.folder}: sample {sample.id} came out {reason} now, yet it was stored when "
+                            "the shard was made; is this the same target? delete that folder to make the shard again"
+                        )
+                    tally.note(sample, reason, new=settled is None)
+                closing.append(closers.submit(done.writer.close, done.members, made_by))
+                while closing and (closing[0].done() or len(closing) > MOST_CLOSING):
+                    closing.popleft().result()
+        for future in closing:
+            future.result()
+
+
+def _open_shards(
+    capture: Capture,
+    engine: ShardEngine,
+    samples: Sequence[Sample],
+    plans: Sequence[ShardPlan],
+    layer_ids: Sequence[int],
+    stack: ExitStack,
+) -> Iterator[Any]:
+    """The shards to capture, each opened when the engine asks for it; too long members are rejected."""
+    from eagle3.engines.vllm_capture import ShardWork
+
+    for plan in plans:
+        members = [samples[row] for row in plan.rows]
+        settled = capture.settled(plan)
+        writer = stack.enter_context(ShardWriter(capture.folder, capture.layout, plan, layer_ids))
+        for sample in members:
+            reason = (settled or {}).get(sample.id)
+            if reason is None and len(sample.input_ids) > capture.max_length:
+                reason = "longer_than_model"
+            elif reason is None and len(sample.input_ids) > engine.longest_sample:
+                reason = "longer_than_engine"
+            if reason is not None:
+                writer.reject(sample.id, reason)
+        yield ShardWork(writer, members)
+
+
+def _check_first(
+    capture: Capture, engine: ShardEngine, samples: Sequence[Sample], missing: Mapping[int, Sequence[int]]
+) -> None:
+    """Captures a few samples and reads them back before the rest may start. EngineError when they are not states."""
+    longest = min(capture.max_length, engine.longest_sample)
+    rows = (row for number in missing for row in capture.plans[number].rows)
+    first = list(itertools.islice((samples[r] for r in rows if len(samples[r].input_ids) <= longest), FIRST_SAMPLES))
+    layer_ids = next(iter(missing.values()), ())
+    lengths = {sample.id: len(sample.input_ids) for sample in first}
+    dtype, infinite, seen = getattr(torch, engine.info().dtype), 0, 0
+    for caught in engine.capture(first, layer_ids):
+        seen += 1
+        for layer_id, state in caught.states.items():
+            expected = (lengths[caught.sample_id], capture.layout.hidden_size)
+            if tuple(state.shape) != expected or state.dtype != dtype:
+                raise EngineError(
+                    f"{engine.info().name}: sample {caught.sample_id} came back as {tuple(state.shape)} {state.dtype} "
+                    f"at layer {layer_id}, expected {expected} {dtype}; is this the model that its config describes?"
+                )
+        infinite += not all(bool(state.isfinite().all()) for state in caught.states.values())
+    if seen != len(first) or 2 * infinite > seen:
+        raise EngineError(
+            f"{engine.info().name}: of the first {len(first)} samples {seen} came back, {infinite} of them with "
+            "numbers that are not finite; nothing was stored: try `eagle3 stage=rehearse`, or another model.dtype"
+        )
