@@ -45,17 +45,18 @@ STAGES = {
             return {}
         """,
     "ranks": """
-        import os, subprocess
+        import os, subprocess, sys
+        import __main__
+        from hydra.core.hydra_config import HydraConfig
         from eagle3.runs import config_hash
 
         def run(cfg, run):
             (run.folder / f"seen-by-{run.rank}").write_text(f"{run.folder} {config_hash(cfg)}")
             if run.rank == 0:
-                # What Lightning's launcher does to start the other ranks.
-                from lightning.fabric.strategies.launchers import subprocess_script as launcher
-                from hydra.core.hydra_config import HydraConfig
+                # What Lightning's launcher does to start the other ranks; inside Hydra's run it would add overrides.
                 assert not HydraConfig.initialized()
-                subprocess.run(launcher._basic_subprocess_cmd(), env={**os.environ, "LOCAL_RANK": "1"}, check=True)
+                command = [sys.executable, "-m", __main__.__spec__.name, *sys.argv[1:]]
+                subprocess.run(command, env={**os.environ, "LOCAL_RANK": "1"}, check=True)
             return {}
         """,
 }

@@ -1,0 +1,278 @@
+"""The command: what it refuses, what it prints, which exit code it ends with, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import eagle3.stages
+from eagle3 import cli
+from tests.commands import eagle3 as command
+from tests.commands import start, write_stages
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder with the test stages, and the environment in which child processes have them."""
+    folder = tmp_path_factory.mktemp("staged")
+    return folder, write_stages(folder)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, staged: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test works in a folder of its own, with the test stages at hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(eagle3.stages, "__path__", [*eagle3.stages.__path__, str(staged[0] / "more_stages")])
+    for name in [n for n in sys.modules if n.startswith("eagle3.stages.")]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def eagle(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["eagle3", *arguments])
+    try:
+        return cli.command()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def only_run(here: Path) -> Path:
+    (folder,) = (here / "outputs" / "runs").glob("*/*")
+    return folder
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--help"], "Stages (stage=NAME)"),
+        (["model=kimi_k25", "hardware=rtx_pro_6000_x8", "--cfg", "job", "--resolve"], "tensor_parallel_size: 8"),
+        (["--info", "searchpath"], "pkg://eagle3.conf"),
+        (["-sc", "query=bash"], "model=kimi_k25"),
+    ],
+    ids=["help", "cfg", "info", "completion"],
+)
+def test_listings_answer_without_torch(arguments: list[str], shown: str, tmp_path: Path) -> None:
+    """--help, --cfg, --info and tab completion print, exit 0, leave no folder and import no torch."""
+    code = (
+        "import sys\nfrom eagle3 import cli\n"
+        "try:\n    code = cli.command()\nexcept SystemExit as e:\n    code = e.code or 0\n"
+        "heavy = [m for m in ('torch', 'transformers', 'lightning') if m in sys.modules]\n"
+        "print('HEAVY', heavy)\nsys.exit(code)"
+    )
+    env = {"COMP_LINE": "eagle3 model=", "COMP_POINT": "13", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+    assert "HEAVY []" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["+typo=1"], ["typo: there is no field 'typo'"]),
+        (["layers.idz=3"], ["layers.idz: there is no such field; did you mean layers.ids?"]),
+        (["trainer.lrr=3"], ["did you mean trainer.lr?"]),
+        (["modl=llama"], ["modl: there is no such field; did you mean model?"]),
+        (["model=lama"], ["model=lama: there is no such option", "smollm2_135m", "did you mean model=llama?"]),
+        (["+experiment=dmo"], ["did you mean experiment=demo?"]),
+        (["trainer.max_epochs=abc"], ["trainer.max_epochs: found 'abc', expected a whole number"]),
+        (["dataset.on_bad_row=foo"], ["dataset.on_bad_row: found 'foo', expected skip or stop"]),
+        (["drafter.draft_vocab_size=0"], ["drafter.draft_vocab_size: found 0, expected a number of at least 1"]),
+        (["model=llama", "dataset=jsonl"], ["2 faults", "model.path=VALUE", "dataset.sources.train.path=VALUE"]),
+        (["train"], ["did you mean stage=train?"]),
+        (["stage.name=nothing"], ["stage.name: found 'nothing', expected one of", "pipeline"]),
+        (["layers=[2,30,58]"], ["layers=[2,30,58]", "'layers.ids=[2,15,27]' (in quotes)"]),
+        (["layers.ids=[2,", "30,", "58]"], ["layers.ids: cannot read the value '[2,'", "'layers.ids=[1, 2, 3]'"]),
+        (["-cp", "nowhere"], ["nowhere"]),
+        (["--config-dir", "nowhere"], ["nowhere"]),
+        (["seed=${nowhere}"], ["seed: Interpolation key 'nowhere' not found"]),
+    ],
+)
+def test_a_wrong_request_is_one_clear_message_and_exit_2(
+    arguments: list[str],
+    words: list[str],
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert eagle(monkeypatch, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("eagle3: ")
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err
+    assert not list(here.iterdir())
+
+
+def test_a_comma_without_a_list_shows_the_right_quoting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C2: `layers.ids=2,30,58` without -m is refused with what to write instead."""
+    assert eagle(monkeypatch, "layers.ids=2,30,58") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "'layers.ids=[2,30,58]'" in err
+    assert "-m" in err
+
+
+@pytest.mark.parametrize("ids", ["[2,30,58]", "[2, 30, 58]"])
+def test_a_list_of_layers_is_one_job(ids: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C2: a list, with or without spaces in its brackets, is one value; it wins over the preset's fractions."""
+    assert eagle(monkeypatch, f"layers.ids={ids}", "layers=late", "stage.name=echo") == 0
+    config = yaml.safe_load((only_run(here) / "config.yaml").read_text())
+    assert config["layers"]["ids"] == [2, 30, 58]
+
+
+def test_unknown_adapters_and_their_fields_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C7: the message names the config path; before anything loads."""
+    assert eagle(monkeypatch, "stage.name=echo", "model.adapter._target_=eagle3.adapters.llama.Lama") == 2
+    assert "model.adapter._target_: found 'eagle3.adapters.llama.Lama'" in capsys.readouterr().err
+    assert eagle(monkeypatch, "stage.name=echo", "+model.adapter.colour=red") == 2
+    assert "model.adapter: eagle3.adapters.llama.LlamaAdapter does not take these fields" in capsys.readouterr().err
+
+
+def test_a_finished_stage(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert eagle(monkeypatch, "stage.name=echo", "layers=late") == 0
+    folder = only_run(here)
+    found = result(folder)
+    assert (found["status"], found["stage"], found["exit_code"]) == ("done", "echo", 0)
+    assert found["metrics"]["layers"] == "late"
+    assert yaml.safe_load((folder / "overrides.yaml").read_text()) == ["stage.name=echo", "layers=late"]
+    assert folder.name.endswith("-echo-smollm2_135m")
+    assert capsys.readouterr().err == f"layers late\necho done: {folder.relative_to(here)}\n"
+    assert "layers late" in (folder / "run.log").read_text()
+
+
+def test_a_crash_tells_type_and_cause_and_where_the_rest_is(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exception without a message, too, is told; the traceback is in run.log, not on the terminal."""
+    assert eagle(monkeypatch, "stage.name=boom") == 1
+    err = capsys.readouterr().err
+    folder = only_run(here)
+    assert "eagle3: boom failed: RuntimeError <- ValueError: the inner cause" in err
+    assert f"full traceback in {(folder / 'run.log').relative_to(here)}" in err
+    assert "Traceback" not in err
+    log = (folder / "run.log").read_text()
+    assert "Traceback" in log
+    assert "raise ValueError" in log
+    found = result(folder)
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    assert "the inner cause" in found["error"]
+
+
+def test_sigterm_leaves_a_result(here: Path, staged: tuple[Path, dict[str, str]]) -> None:
+    process = start("stage.name=slow", cwd=here, env=staged[1])
+    wait_for(lambda: list(here.glob("outputs/runs/*/*/waiting")), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "stopped by SIGTERM" in err
+    found = result(only_run(here))
+    assert (found["status"], found["exit_code"]) == ("interrupted", 1)
+
+
+def wait_for(condition, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("output", ["file", "file/deeper"])
+def test_an_unwritable_output_folder_is_exit_2(
+    output: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "file").touch()
+    assert eagle(monkeypatch, "stage.name=echo", f"output_dir={output}") == 2
+    assert f"output_dir={output}: cannot write there" in capsys.readouterr().err
+    assert eagle(monkeypatch, "stage.name=echo", f"hydra.run.dir={output}") == 2
+    assert "file" in capsys.readouterr().err
+
+
+def test_a_run_folder_alone_repeats_the_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C9: the repeated run has the same config hash; an override given with it is applied and recorded."""
+    (here / "more").mkdir()
+    (here / "more" / "experiment").mkdir()
+    (here / "more" / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  lr: 0.5\n")
+    words = ["-cd", "more", "+experiment=mine", "stage.name=echo", "layers=late", "dataset=jsonl"]
+    assert eagle(monkeypatch, *words, "dataset.sources.train.path='a b=c.jsonl'", "model.chat_template='{% x %}'") == 0
+    first = only_run(here)
+    assert eagle(monkeypatch, "-cp", str(first.relative_to(here))) == 0
+    (second,) = {*(here / "outputs" / "runs").glob("*/*")} - {first}
+    assert result(first)["metrics"] == result(second)["metrics"]
+    assert (first / "config.yaml").read_text() == (second / "config.yaml").read_text()
+    assert eagle(monkeypatch, "-cp", str(first), "trainer.lr=0.25") == 0
+    (third,) = {*(here / "outputs" / "runs").glob("*/*")} - {first, second}
+    assert yaml.safe_load((third / "config.yaml").read_text())["trainer"]["lr"] == 0.25
+    assert yaml.safe_load((third / "overrides.yaml").read_text()) == ["trainer.lr=0.25"]
+    assert result(third)["metrics"]["hash"] != result(first)["metrics"]["hash"]
+
+
+def test_a_group_given_on_a_repeat_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C9: an override that cannot be applied is rejected, never dropped silently."""
+    assert eagle(monkeypatch, "stage.name=echo") == 0
+    assert eagle(monkeypatch, "-cp", str(only_run(here)), "layers=late") == 2
+    assert "layers" in capsys.readouterr().err
+
+
+def test_an_explicit_run_folder_is_used_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C8: a second run in the same folder is refused and changes nothing."""
+    assert eagle(monkeypatch, "stage.name=echo", "hydra.run.dir=mine") == 0
+    before = (here / "mine" / "config.yaml").read_text()
+    assert eagle(monkeypatch, "stage.name=echo", "hydra.run.dir=mine", "seed=3") == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert (here / "mine" / "config.yaml").read_text() == before
+    assert not (here / "outputs" / "runs").exists()
+
+
+def test_ranks_share_one_run_folder(here: Path, staged: tuple[Path, dict[str, str]]) -> None:
+    """C4: a rank that Lightning starts by repeating the command line joins the run of rank 0."""
+    done = command("stage.name=ranks", cwd=here, env=staged[1])
+    assert done.returncode == 0, done.stderr
+    folder = only_run(here)
+    assert (folder / "seen-by-0").read_text() == (folder / "seen-by-1").read_text()
+    assert (folder / "seen-by-0").read_text().startswith(str(folder))
+    assert (folder / "rank-1.log").exists()
+
+
+def test_the_pipeline_nests_the_metrics_of_its_stages(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five stages in one run, announced one by one, in a package of stand-ins with the real stages' names."""
+    stand_ins = here / "stand_ins"
+    stand_ins.mkdir()
+    for name in ("prepare", "extract", "train", "export", "evaluate"):
+        text = f"def run(cfg, run):\n    return {{'stage': cfg.stage.name, 'rank': run.rank, 'is': {name!r}}}\n"
+        (stand_ins / f"{name}.py").write_text(text)
+    monkeypatch.setattr(eagle3.stages, "__path__", [str(stand_ins), *eagle3.stages.__path__])
+    monkeypatch.setattr(cli, "TRAINING_STAGES", ())
+    assert eagle(monkeypatch, "output_dir=o") == 0
+    (folder,) = (here / "o" / "runs").glob("*/*")
+    metrics = result(folder)["metrics"]
+    assert list(metrics) == ["prepare", "extract", "train", "export", "evaluate"]
+    assert all(metrics[name]["stage"] == name == metrics[name]["is"] for name in metrics)
+    assert "3/5 train" in capsys.readouterr().err
+    assert set(json.loads((folder / "provenance.json").read_text())["seconds_of"]) == set(metrics)
