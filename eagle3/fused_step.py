@@ -1,0 +1,118 @@
+"""One training step's forward pass by the written-out unroll and the stacked loss (walk: step 6).
+
+Does what `Eagle3Drafter.unroll` and `loss.unroll_loss` do, on the drafter's own parameters, at the speed of the device's
+matrix products. Parameters stay fp32 masters: products run in `dtype`, and gradients arrive as fp32 sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eagle3.batches import PackedBatch
+from eagle3.drafter import Eagle3Drafter
+from eagle3.linear_loss import DraftTeacher, Mix, stacked_loss
+from eagle3.loss import UnrollLoss
+from eagle3.row_layout import RowLayout
+from eagle3.unroll import UnrollShape, product_of_rows, unroll
+
+
+class FusedStep(nn.Module):
+    """The loss of a packed batch: drafter and teacher on one device, `dtype` for the products.
+
+    `mix` weighs soft cross-entropy, reverse KL, total variation, LK; `mask_oov` takes rows out of the loss whose teacher's
+    argmax lies outside the draft vocabulary.
+    """
+
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        teacher: DraftTeacher,
+        dtype: torch.dtype,
+        mix: Mix = (1.0, 0.0, 0.0, 0.0),
+        mask_oov: bool = True,
+    ) -> None:
+        super().__init__()
+        self.drafter, self.teacher, self.dtype, self.mix, self.mask_oov = drafter, teacher, dtype, mix, mask_oov
+        shape = drafter.shape
+        self.shape = UnrollShape(
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+            shape.rms_norm_eps,
+            shape.norm_before_residual,
+            shape.norm_output,
+        )
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
+        """`step_weights` [steps] = γ^k over the rows supervised at k in the whole optimizer step."""
+        drafter = self.drafter
+        embeddings = F.embedding(batch.input_ids, drafter.embedding).to(self.dtype)
+        params = self.layer_weights()
+        outputs = unroll(self.fuse(batch.hidden_states), embeddings, layout, self.rotary(layout), self.shape, params)
+        return stacked_loss(
+            outputs,
+            drafter.lm_head.weight,
+            batch.final_states,
+            self.teacher,
+            layout,
+            step_weights,
+            self.mix,
+            self.mask_oov,
+        )
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """Captured states [T, K * H_target] → features [T, H] in the products' dtype."""
+        drafter, states = self.drafter, hidden_states.to(self.dtype)
+        if drafter.input_norm is not None:
+            states = _normed(states, drafter.input_norm)
+        if drafter.fc_norm is not None:
+            chunks = states.chunk(len(drafter.fc_norm), dim=-1)
+            states = torch.cat([_normed(c, n) for n, c in zip(drafter.fc_norm, chunks, strict=True)], dim=-1)
+        return _Linear.apply(states, drafter.fc.weight)
+
+    def rotary(self, layout: RowLayout) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D / 2], long enough for this batch."""
+        needed = layout.tokens + layout.steps
+        if self._rotary is None or len(self._rotary[0]) < needed:
+            rotary = self.drafter.rotary
+            real = torch.float64 if self.dtype == torch.float64 else torch.float32
+            positions = torch.arange(-(-needed // 4096) * 4096, device=rotary.frequencies.device, dtype=real)
+            angles = positions[:, None] * rotary.frequencies.to(real)
+            factor = rotary.attention_scaling
+            self._rotary = (angles.cos() * factor, angles.sin() * factor)
+        return self._rotary
+
+    def layer_weights(self) -> tuple[Tensor, ...]:
+        """The weights that `unroll` reads, in its order."""
+        layer = self.drafter.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+        return (
+            *(m.weight for m in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)),
+            *(m.weight for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+            *(m.weight for m in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm)),
+            self.drafter.norm.weight,
+        )
+
+
+def _normed(states: Tensor, norm: nn.RMSNorm) -> Tensor:
+    return F.rms_norm(states, norm.normalized_shape, norm.weight.to(states.dtype), norm.eps)
+
+
+class _Linear(torch.autograd.Function):
+    """rows [n, in] times weight [out, in] transposed, in the rows' dtype; the weight's gradient is an fp32 sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.to(rows.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor]:
+        rows, weight = ctx.saved_tensors
+        grad_rows = grads[0] @ weight.to(rows.dtype) if ctx.needs_input_grad[0] else None
+        return grad_rows, product_of_rows(grads[0], rows).to(weight.dtype)

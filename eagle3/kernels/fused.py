@@ -1,0 +1,368 @@
+"""Triton versions of the row-wise kernels; what each computes is said in `plain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle3.kernels.flash import attend, attend_backward, own_backward
+
+__all__ = [
+    "attend",
+    "attend_backward",
+    "compare_",
+    "norm",
+    "norm_backward",
+    "own_backward",
+    "rotate_",
+    "rotate_backward_",
+    "swiglu",
+    "swiglu_backward_",
+]
+
+NORM_PROGRAMS = 528  # four to each of the 132 processors of a Hopper GPU; partial sums of a weight's gradient
+COLUMNS = 4096  # elements of a logits row to a step of the loss kernel
+WIDE = 1024  # elements to a program of the SwiGLU kernels
+
+
+def norm(
+    x: Tensor, added: Tensor | None, weights: Sequence[Tensor], outs: Sequence[Tensor], rstd: Tensor, eps: float
+) -> None:
+    if len(x) == 0:
+        return
+    width = x.shape[1]
+    second = len(outs) > 1
+    _norm[(len(x),)](
+        x,
+        x if added is None else added,
+        weights[0],
+        outs[0],
+        weights[-1],
+        outs[-1],
+        rstd,
+        len(outs[-1]),
+        width,
+        eps,
+        ADDED=added is not None,
+        SECOND=second,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8 if width > 2048 else 4,
+    )
+
+
+@triton.jit(do_not_specialize=["rows2"])
+def _norm(
+    x, added, weight, out, weight2, out2, rstd, rows2, width, eps,
+    ADDED: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < width
+    at = row * width + column
+    value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    if ADDED:
+        value += tl.load(added + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=live)
+    scale = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+    tl.store(rstd + row, scale)
+    value = value * scale
+    tl.store(out + at, (value * tl.load(weight + column, mask=live, other=0.0)).to(out.dtype.element_ty), mask=live)
+    if SECOND:
+        live = live & (row < rows2)
+        scaled = value * tl.load(weight2 + column, mask=live, other=0.0)
+        tl.store(out2 + at, scaled.to(out2.dtype.element_ty), mask=live)
+
+
+def norm_backward(
+    x: Tensor,
+    rstd: Tensor,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    added: Tensor | None,
+    out: Tensor,
+) -> list[Tensor]:
+    rows, width = x.shape
+    programs = max(min(rows, NORM_PROGRAMS), 1)
+    partial = torch.empty((len(grads), programs, width), dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        x,
+        rstd,
+        weights[0],
+        grads[0],
+        len(grads[0]),
+        weights[-1],
+        grads[-1],
+        len(grads[-1]),
+        x if added is None else added,
+        0 if added is None else len(added),
+        out,
+        partial,
+        rows,
+        width,
+        SECOND=len(grads) > 1,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8 if width > 2048 else 4,
+    )
+    return list(partial.sum(1))
+
+
+@triton.jit(do_not_specialize=["grad_rows", "grad2_rows", "added_rows", "rows"])
+def _norm_backward(
+    x, rstd, weight, grad, grad_rows, weight2, grad2, grad2_rows, added, added_rows, out, partial, rows, width,
+    SECOND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    live = column < width
+    scale = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if SECOND:
+        scale2 = tl.load(weight2 + column, mask=live, other=0.0).to(tl.float32)
+        total2 = tl.zeros([BLOCK], tl.float32)
+    for index in range(program, rows, programs):
+        row = tl.cast(index, tl.int64)
+        at = row * width + column
+        inverse = tl.load(rstd + row)
+        unit = tl.load(x + at, mask=live, other=0.0).to(tl.float32) * inverse
+        received = tl.load(grad + at, mask=live & (row < grad_rows), other=0.0).to(tl.float32)
+        total += received * unit
+        grad_unit = received * scale
+        if SECOND:
+            received = tl.load(grad2 + at, mask=live & (row < grad2_rows), other=0.0).to(tl.float32)
+            total2 += received * unit
+            grad_unit += received * scale2
+        result = (grad_unit - unit * (tl.sum(grad_unit * unit, 0) / width)) * inverse
+        result += tl.load(added + at, mask=live & (row < added_rows), other=0.0).to(tl.float32)
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
+    tl.store(partial + program * width + column, total, mask=live)
+    if SECOND:
+        tl.store(partial + (programs + program) * width + column, total2, mask=live)
+
+
+def rotate_(
+    rows: Tensor, embedded: Tensor, slots: Tensor, positions: Tensor, step: int, cos: Tensor, sin: Tensor, rotated: int
+) -> None:
+    _rotate(rows, embedded, slots, positions, step, cos, sin, rotated, backward=False)
+
+
+def rotate_backward_(
+    grads: Tensor,
+    embedded_grads: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    step: int,
+    cos: Tensor,
+    sin: Tensor,
+    rotated: int,
+) -> None:
+    _rotate(grads, embedded_grads, slots, positions, step, cos, sin, rotated, backward=True)
+
+
+def _rotate(
+    rows: Tensor,
+    embedded: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    step: int,
+    cos: Tensor,
+    sin: Tensor,
+    rotated: int,
+    backward: bool,
+) -> None:
+    if len(rows) == 0:
+        return
+    half = cos.shape[1]
+    heads = rows.shape[1] // (2 * half)
+    block = triton.next_power_of_2(half)
+    some = max(min(triton.next_power_of_2(heads), 2048 // block), 1)
+    _turn[(len(rows), triton.cdiv(heads, some))](
+        rows,
+        rows.stride(0),
+        embedded,
+        embedded.stride(0),
+        len(embedded),
+        slots,
+        positions,
+        step,
+        cos,
+        sin,
+        heads,
+        rotated,
+        half,
+        BACKWARD=backward,
+        HEADS=some,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "step"])
+def _turn(
+    rows, row_stride, embedded, embedded_stride, tokens, slots, positions, step, cos, sin, heads, rotated, half,
+    BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    token = (slot + 1 + step).to(tl.int64)
+    position = tl.load(positions + slot) + step
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    live = (head < heads) & (column < half)
+    inside = live & (token < tokens)
+    turned = live & (head < rotated)
+    at = head * (2 * half) + column
+    place, source = rows + row * row_stride + at, embedded + token * embedded_stride + at
+    first = tl.load(place, mask=live, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=live, other=0.0).to(tl.float32)
+    c = tl.load(cos + position * half + column, mask=turned, other=1.0)
+    s = tl.load(sin + position * half + column, mask=turned, other=0.0)
+    other_first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    other_second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if BACKWARD:
+        left = first * c + second * s
+        right = second * c - first * s
+        tl.store(source, left + other_first, mask=inside)
+        tl.store(source + half, right + other_second, mask=inside)
+    else:
+        first += other_first
+        second += other_second
+        left = first * c - second * s
+        right = second * c + first * s
+    tl.store(place, left.to(rows.dtype.element_ty), mask=live)
+    tl.store(place + half, right.to(rows.dtype.element_ty), mask=live)
+
+
+def swiglu(gate_up: Tensor, out: Tensor) -> None:
+    _swiglu_launch(gate_up, out, backward=False)
+
+
+def swiglu_backward_(gate_up: Tensor, grad: Tensor) -> None:
+    _swiglu_launch(gate_up, grad, backward=True)
+
+
+def _swiglu_launch(gate_up: Tensor, other: Tensor, backward: bool) -> None:
+    if len(other) == 0:
+        return
+    width = other.shape[1]
+    grid = (len(other), triton.cdiv(width, WIDE))
+    _swiglu[grid](gate_up, other, width, BACKWARD=backward, BLOCK=WIDE, num_warps=4)
+
+
+@triton.jit
+def _swiglu(gate_up, other, width, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    gates = gate_up + row * 2 * width + column
+    places = other + row * width + column
+    gate = tl.load(gates, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gates + width, mask=live, other=0.0).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    if BACKWARD:
+        grad = tl.load(places, mask=live, other=0.0).to(tl.float32)
+        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(gates, grad_gate.to(gate_up.dtype.element_ty), mask=live)
+        tl.store(gates + width, (grad * gate * sigmoid).to(gate_up.dtype.element_ty), mask=live)
+    tl.store(places, (gate * sigmoid * up).to(other.dtype.element_ty), mask=live)
+
+
+def compare_(
+    logits: Tensor, teacher: Tensor, index: Tensor, weights: Tensor, mix: tuple[float, float, float, float]
+) -> tuple[Tensor, Tensor]:
+    rows, width = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    guesses = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _compare[(rows,)](
+            logits,
+            teacher,
+            index,
+            weights,
+            losses,
+            guesses,
+            width,
+            *mix,
+            REVERSE=mix[1] != 0,
+            ACCEPTED=mix[2] != 0 or mix[3] != 0,
+            BLOCK=min(triton.next_power_of_2(width), COLUMNS),
+            num_warps=8,
+        )
+    return losses, guesses
+
+
+@triton.jit
+def _compare(
+    logits, teacher, index, weights, losses, guesses, width, cross, reverse, variation, lk,
+    REVERSE: tl.constexpr, ACCEPTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    z_row = logits + row * width
+    t_row = teacher + tl.load(index + row).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    # Running maxima, sums and expectations, each lane its own columns; lanes are joined at the end.
+    z_top = tl.full([BLOCK], -float("inf"), tl.float32)
+    t_top = tl.full([BLOCK], -float("inf"), tl.float32)
+    z_sum = tl.zeros([BLOCK], tl.float32)
+    t_sum = tl.zeros([BLOCK], tl.float32)
+    t_dot = tl.zeros([BLOCK], tl.float32)
+    z_dot = tl.zeros([BLOCK], tl.float32)
+    best = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, width, BLOCK):
+        live = start + column < width
+        z = tl.load(z_row + start + column, mask=live, other=-float("inf")).to(tl.float32)
+        t = tl.load(t_row + start + column, mask=live, other=-float("inf")).to(tl.float32)
+        best = tl.where(z > z_top, start + column, best)
+        z_new, t_new = tl.maximum(z_top, z), tl.maximum(t_top, t)
+        z_old, t_old = tl.exp(z_top - z_new), tl.exp(t_top - t_new)
+        z_old, t_old = tl.where(z_new == -float("inf"), 0.0, z_old), tl.where(t_new == -float("inf"), 0.0, t_old)
+        z_now, t_now = tl.where(live, tl.exp(z - z_new), 0.0), tl.where(live, tl.exp(t - t_new), 0.0)
+        z_sum = z_sum * z_old + z_now
+        t_sum = t_sum * t_old + t_now
+        t_dot = t_dot * t_old + tl.where(live, t_now * z, 0.0)
+        if REVERSE:
+            z_dot = z_dot * z_old + tl.where(live, z_now * (z - t), 0.0)
+        z_top, t_top = z_new, t_new
+    z_max, t_max = tl.max(z_top, 0), tl.max(t_top, 0)
+    guess = tl.min(tl.where(z_top == z_max, best, width), 0)
+    z_scale = tl.where(z_sum > 0, tl.exp(z_top - z_max), 0.0)
+    t_scale = tl.where(t_sum > 0, tl.exp(t_top - t_max), 0.0)
+    z_total, t_total = tl.sum(z_sum * z_scale, 0), tl.sum(t_sum * t_scale, 0)
+    z_lse, t_lse = z_max + tl.log(z_total), t_max + tl.log(t_total)
+    loss = cross * (z_lse - tl.sum(t_dot * t_scale, 0) / t_total)
+    divergence = 0.0
+    if REVERSE:
+        divergence = tl.sum(z_dot * z_scale, 0) / z_total - z_lse + t_lse
+        loss += reverse * divergence
+    slope = 0.0
+    below = 0.0
+    if ACCEPTED:
+        accepted_sum = tl.zeros([BLOCK], tl.float32)
+        below_sum = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            live = start + column < width
+            q = tl.exp(tl.load(z_row + start + column, mask=live, other=-float("inf")).to(tl.float32) - z_lse)
+            p = tl.exp(tl.load(t_row + start + column, mask=live, other=-float("inf")).to(tl.float32) - t_lse)
+            accepted_sum += tl.minimum(p, q)
+            below_sum += tl.where(q < p, q, 0.0)
+        accepted = tl.sum(accepted_sum, 0)
+        below = tl.sum(below_sum, 0)
+        slope = variation + lk / accepted
+        loss += variation * (1 - accepted) - lk * tl.log(accepted)
+    tl.store(losses + row, loss)
+    tl.store(guesses + row, guess.to(tl.int64))
+    weight = tl.load(weights + row)
+    for start in range(0, width, BLOCK):
+        live = start + column < width
+        z = tl.load(z_row + start + column, mask=live, other=0.0).to(tl.float32)
+        t = tl.load(t_row + start + column, mask=live, other=0.0).to(tl.float32)
+        q, p = tl.exp(z - z_lse), tl.exp(t - t_lse)
+        grad = cross * (q - p)
+        if REVERSE:
+            grad += reverse * q * (z - z_lse - t + t_lse - divergence)
+        if ACCEPTED:
+            grad -= slope * (tl.where(q < p, q, 0.0) - q * below)
+        tl.store(z_row + start + column, (grad * weight).to(logits.dtype.element_ty), mask=live)

@@ -1,0 +1,346 @@
+"""All unroll steps of a packed batch, forward and backward written out (walk: step 6).
+
+The same arithmetic as `Eagle3Drafter.unroll`, with everything left out that need not be done:
+
+* the embedding half of the q, k, v projections depends on a token, not on the step that reads it: once a token;
+* only rows that are supervised at this or a later step are computed, in the order of `row_layout`: no gathers;
+* a weight's gradient is one matrix product over the rows of all steps, accumulated in fp32 by the matrix units;
+* no gradient is made for inputs that have no parameter before them.
+
+So the backward pass is explicit. Reference for every gradient: `Eagle3Drafter.unroll` and tests/reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle3.kernels import kernels_for
+from eagle3.row_layout import RowLayout
+
+
+@dataclass(frozen=True)
+class UnrollShape:
+    """What the arithmetic depends on: heads of queries and of keys, their width, the norms' epsilon, the variants."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """(q_heads, kv_heads, head_dim)."""
+        return self.q_heads, self.kv_heads, self.head_dim
+
+    @property
+    def q_width(self) -> int:
+        """Width of a row's queries."""
+        return self.q_heads * self.head_dim
+
+
+class LayerWeights:
+    """A layer's weights as the products want them: in the compute dtype, projections of one input joined.
+
+    embed [N, H] and state [N, H] are the two halves of q, k, v; gate_up [2 I, H]. Norm weights stay as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype, params: Sequence[Tensor]) -> None:
+        q, k, v, o, gate, up, down, self.input, self.hidden, self.post, self.final = params
+        width = q.shape[1] // 2
+        self.embed = _join([p[:, :width] for p in (q, k, v)], dtype)
+        self.state = _join([p[:, width:] for p in (q, k, v)], dtype)
+        self.out, self.down = o.to(dtype), down.to(dtype)
+        self.gate_up = _join([gate, up], dtype)
+
+
+def _join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    joined = parts[0].new_empty((sum(len(p) for p in parts), parts[0].shape[1]), dtype=dtype)
+    torch.cat([p.to(dtype) for p in parts], out=joined)
+    return joined
+
+
+def unroll(
+    features: Tensor,
+    embeddings: Tensor,
+    layout: RowLayout,
+    rotary: tuple[Tensor, Tensor],
+    shape: UnrollShape,
+    params: Sequence[Tensor],
+) -> Tensor:
+    """Normed outputs [M, H] of all steps' rows, stacked as `layout` says.
+
+    `features` [T, H] are fc's outputs, `embeddings` [T, H] the tokens' frozen embeddings, `rotary` = (cos, sin), each
+    fp32 [positions, D / 2]. `params`: the weights of q, k, v, o, gate, up, down and the norms input_layernorm,
+    hidden_norm, post_attention_layernorm, norm, in any dtype; products run in that of `features`.
+    """
+    return _Unroll.apply(features, embeddings, layout, rotary, shape, *params)
+
+
+class _Unroll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        embeddings: Tensor,
+        layout: RowLayout,
+        rotary: tuple[Tensor, Tensor],
+        shape: UnrollShape,
+        *params: Tensor,
+    ) -> Tensor:
+        weights = LayerWeights(features.dtype, params)
+        saved = _Forward(features, embeddings, layout, rotary, shape, weights)
+        outputs = saved.run()
+        ctx.saved, ctx.params = saved, params
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, ctx.saved = ctx.saved, None
+        backward = _Backward(saved, grads[0])
+        grad_features = backward.run()
+        param_grads = backward.weight_grads(ctx.params)
+        return grad_features, None, None, None, None, *param_grads
+
+
+class _Forward:
+    """The forward pass and what it keeps. All buffers are stacked over steps: x[first:last] are the rows of one."""
+
+    def __init__(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        layout: RowLayout,
+        rotary: tuple[Tensor, Tensor],
+        shape: UnrollShape,
+        weights: LayerWeights,
+    ) -> None:
+        self.features, self.layout, self.rotary, self.shape, self.weights = features, layout, rotary, shape, weights
+        self.kernels = kernels_for(features.device)
+        self.unit_embeddings = F.rms_norm(embeddings, embeddings.shape[-1:], eps=shape.eps)
+        stacked, tokens, width = layout.stacked, layout.tokens, features.shape[1]
+        new = features.new_empty
+        exact = torch.float64 if features.dtype == torch.float64 else torch.float32
+        self.exact = exact
+        self.entered = new(stacked + tokens, width)  # hidden_norm of each row's state; last, of every token's feature
+        self.qkv = new(stacked + tokens, len(weights.state))
+        self.attended = new(stacked, shape.q_width)
+        self.middle = new(stacked, width)  # the residual stream after attention
+        self.normed = new(stacked, width)  # the MLP's input
+        self.gate_up = new(stacked, len(weights.gate_up))
+        self.left = new(stacked, width)  # g, the layer's output
+        self.outputs = new(stacked, width)
+        self.lse = [new(shape.q_heads, n, dtype=exact) for n in layout.counts]
+        self.middle_rstd, self.left_rstd, self.entered_rstd = (new(stacked, dtype=exact) for _ in range(3))
+        self.features_rstd = new(tokens, dtype=exact)
+
+    def run(self) -> Tensor:
+        layout, shape, kernels, weights = self.layout, self.shape, self.kernels, self.weights
+        first, _ = layout.bounds(layout.steps)
+        q, tokens = shape.q_width, self.entered[first:]
+        kernels.norm(self.features, None, [weights.hidden], [tokens], self.features_rstd, shape.eps)
+        embedded = (self.unit_embeddings * weights.input.to(self.features.dtype)) @ weights.embed.T
+        torch.mm(tokens, weights.state[q:].T, out=self.qkv[first:, q:])
+        self.rotate(self.qkv[first:, q:], embedded[:, q:], layout.every_slot, 0, shape.kv_heads)
+        for step, rows in enumerate(layout.counts):
+            if rows == 0:
+                break
+            self.step(step, embedded)
+        return self.outputs
+
+    def step(self, step: int, embedded: Tensor) -> None:
+        """One unroll step; its entered rows of steps ≥ 1 were written by the step before."""
+        shape, kernels, weights, layout = self.shape, self.kernels, self.weights, self.layout
+        first, last = layout.bounds(step)
+        slots = layout.slots[: last - first]
+        entered, qkv, middle, left = self.entered[first:last], self.qkv[first:last], self.middle[first:last], self.left
+        if step == 0:
+            torch.index_select(self.entered[layout.stacked :], 0, slots, out=entered)
+            query = qkv[:, : shape.q_width]
+            torch.mm(entered, weights.state[: shape.q_width].T, out=query)
+            self.rotate(query, embedded[:, : shape.q_width], slots, 0, shape.q_heads)
+        else:
+            torch.mm(entered, weights.state.T, out=qkv)
+            self.rotate(qkv, embedded, slots, step, shape.q_heads + shape.kv_heads)
+        attended = self.attended[first:last]
+        kernels.attend(self.qkv, step, shape.heads, layout, attended, self.lse[step])
+        torch.mm(attended, weights.out.T, out=middle)
+        if shape.norm_before_residual:
+            residual = entered
+        elif step == 0:
+            residual = self.features.index_select(0, slots)
+        else:
+            before, _ = layout.bounds(step - 1)
+            residual = (self.outputs if shape.norm_output else left)[before : before + len(slots)]
+        normed = self.normed[first:last]
+        kernels.norm(middle, residual, [weights.post], [normed], self.middle_rstd[first:last], shape.eps)
+        gate_up = self.gate_up[first:last]
+        torch.mm(normed, weights.gate_up.T, out=gate_up)
+        product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        kernels.swiglu(gate_up, product)
+        left, outputs, rstd = left[first:last], self.outputs[first:last], self.left_rstd[first:last]
+        torch.mm(product, weights.down.T, out=left)
+        following = self.entered[last : last + layout.counts[step + 1]] if step + 1 < layout.steps else None
+        if following is None:
+            kernels.norm(left, middle, [weights.final], [outputs], rstd, shape.eps)
+        elif shape.norm_output:
+            kernels.norm(left, middle, [weights.final], [outputs], rstd, shape.eps)
+            rows = len(following)
+            again = self.entered_rstd[last : last + rows]
+            kernels.norm(outputs[:rows], None, [weights.hidden], [following], again, shape.eps)
+        else:
+            kernels.norm(left, middle, [weights.final, weights.hidden], [outputs, following], rstd, shape.eps)
+
+    def rotate(self, rows: Tensor, embedded: Tensor, slots: Tensor, step: int, rotated: int) -> None:
+        self.kernels.rotate_(rows, embedded, slots, self.layout.positions, step, *self.rotary, rotated)
+
+
+class _Backward:
+    """The backward pass. Gradients that a weight's gradient reads are stacked like the forward pass's buffers."""
+
+    def __init__(self, forward: _Forward, grad_outputs: Tensor) -> None:
+        self.forward, self.grad_outputs = forward, grad_outputs
+        layout, features = forward.layout, forward.features
+        stacked, width = layout.stacked, features.shape[1]
+        new = features.new_empty
+        self.grad_left = new(stacked, width)
+        self.grad_middle = new(stacked, width)
+        self.product = new(stacked, forward.gate_up.shape[1] // 2)
+        self.grad_attended = torch.empty_like(forward.attended)
+        self.grad_qkv = torch.empty_like(forward.qkv)
+        kv_width = forward.qkv.shape[1] - forward.shape.q_width
+        self.grad_columns = features.new_zeros((layout.tokens, kv_width), dtype=forward.exact)
+        self.grad_embedded = features.new_zeros((layout.tokens, forward.qkv.shape[1]), dtype=forward.exact)
+        self.own = [new(2, k, forward.shape.q_heads, n, dtype=forward.exact) for k, n in enumerate(layout.counts)]
+        self.grad_norms = {name: features.new_zeros(width, dtype=forward.exact) for name in ("hidden", "post", "final")}
+
+    def run(self) -> Tensor:
+        """Returns the gradient of the features [T, H]."""
+        layout = self.forward.layout
+        grad_entered = None
+        for step in reversed(range(layout.steps)):
+            if layout.counts[step] > 0:
+                grad_entered = self.step(step, grad_entered)
+        return self.columns(grad_entered)
+
+    def step(self, step: int, grad_following: Tensor | None) -> Tensor:
+        """Backward through one step; takes the gradient of the next step's entered rows and returns that of its own."""
+        f, layout = self.forward, self.forward.layout
+        shape, kernels, weights = f.shape, f.kernels, f.weights
+        first, last = layout.bounds(step)
+        slots = layout.slots[: last - first]
+        grad_left = self.grad_left[first:last]
+        self.leave(step, grad_following, grad_left)
+        product, gate_up = self.product[first:last], f.gate_up[first:last]
+        torch.mm(grad_left, weights.down, out=product)
+        kernels.swiglu_backward_(gate_up, product)
+        grad_normed = gate_up @ weights.gate_up
+        middle, rstd, grad_middle = f.middle[first:last], f.middle_rstd[first:last], self.grad_middle[first:last]
+        (grad_post,) = kernels.norm_backward(middle, rstd, [weights.post], [grad_normed], grad_left, grad_middle)
+        self.grad_norms["post"] += grad_post
+        grad_attended = self.grad_attended[first:last]
+        torch.mm(grad_middle, weights.out, out=grad_attended)
+        kernels.attend_backward(
+            f.qkv, step, shape.heads, layout, f.attended[first:last], f.lse[step], grad_attended,
+            self.grad_qkv, self.grad_columns, *self.own[step],
+        )  # fmt: skip
+        grad_qkv = self.grad_qkv[first:last]
+        if step == 0:
+            grad_query = grad_qkv[:, : shape.q_width]
+            self.rotate(grad_query, self.grad_embedded[:, : shape.q_width], slots, 0, shape.q_heads)
+            grad_entered = grad_query @ weights.state[: shape.q_width]
+        else:
+            own_weights, own_scores = zip(*self.own, strict=True)
+            kernels.own_backward(
+                f.qkv, step, shape.heads, layout, self.grad_attended, self.grad_qkv, own_weights, own_scores
+            )
+            self.rotate(grad_qkv, self.grad_embedded, slots, step, shape.q_heads + shape.kv_heads)
+            grad_entered = grad_qkv @ weights.state
+        if shape.norm_before_residual:
+            grad_entered += grad_middle
+        return grad_entered
+
+    def leave(self, step: int, grad_following: Tensor | None, grad_left: Tensor) -> None:
+        """The gradient of the layer's output g from those of its normed output and of the next step, which starts at g."""
+        f, shape, weights = self.forward, self.forward.shape, self.forward.weights
+        first, last = f.layout.bounds(step)
+        grad_output, left, rstd = self.grad_outputs[first:last], f.left[first:last], f.left_rstd[first:last]
+        added = None
+        if grad_following is not None and not shape.norm_before_residual:
+            added = self.grad_middle[last : last + len(grad_following)]
+        if grad_following is not None and shape.norm_output:
+            again = f.entered_rstd[last : last + len(grad_following)]
+            outputs, total = f.outputs[first : first + len(grad_following)], torch.empty_like(grad_following)
+            (grad,) = f.kernels.norm_backward(outputs, again, [weights.hidden], [grad_following], added, total)
+            self.grad_norms["hidden"] += grad
+            grad_output = grad_output.clone()
+            grad_output[: len(total)] += total
+            grad_following, added = None, None
+        if grad_following is None:
+            (grad_final,) = f.kernels.norm_backward(left, rstd, [weights.final], [grad_output], added, grad_left)
+        else:
+            grad_final, grad_hidden = f.kernels.norm_backward(
+                left, rstd, [weights.final, weights.hidden], [grad_output, grad_following], added, grad_left
+            )
+            self.grad_norms["hidden"] += grad_hidden
+        self.grad_norms["final"] += grad_final
+
+    def columns(self, grad_entered: Tensor | None) -> Tensor:
+        """Backward through the keys and values of step 0 and the norm before them, for all tokens."""
+        f, layout, shape = self.forward, self.forward.layout, self.forward.shape
+        slots = layout.slots
+        grads = self.grad_qkv[layout.stacked :, shape.q_width :]
+        grads.copy_(self.grad_columns)
+        self.rotate(grads, self.grad_embedded[:, shape.q_width :], layout.every_slot, 0, shape.kv_heads)
+        grad_tokens = grads @ f.weights.state[shape.q_width :]
+        if grad_entered is not None:
+            grad_tokens.index_add_(0, slots, grad_entered)
+        grad_features = torch.empty_like(f.features)
+        (grad_hidden,) = f.kernels.norm_backward(
+            f.features, f.features_rstd, [f.weights.hidden], [grad_tokens], None, grad_features
+        )
+        self.grad_norms["hidden"] += grad_hidden
+        if grad_entered is not None and not shape.norm_before_residual:
+            grad_features.index_add_(0, slots, self.grad_middle[: len(slots)])
+        return grad_features
+
+    def rotate(self, grads: Tensor, embedded_grads: Tensor, slots: Tensor, step: int, rotated: int) -> None:
+        f = self.forward
+        f.kernels.rotate_backward_(grads, embedded_grads, slots, f.layout.positions, step, *f.rotary, rotated)
+
+    def weight_grads(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """One product a weight, over the rows of all steps; in the order and dtype of `params`."""
+        f, layout, weights = self.forward, self.forward.layout, self.forward.weights
+        q_width, width = f.shape.q_width, f.features.shape[1]
+        stacked, rows = layout.stacked, layout.counts[0]
+        joined = f.features.new_empty((len(weights.state), 2 * width), dtype=f.exact)
+        query, column = self.grad_qkv[:stacked, :q_width], self.grad_qkv[rows:, q_width:]
+        joined[:q_width, width:] = product_of_rows(query, f.entered[:stacked])
+        joined[q_width:, width:] = product_of_rows(column, f.entered[rows:])
+        unscaled = product_of_rows(self.grad_embedded.to(f.features.dtype), f.unit_embeddings)
+        joined[:, :width] = unscaled * params[7]
+        grad_input = torch.einsum("nh,nh->h", unscaled, torch.cat([p[:, :width] for p in params[:3]]).to(f.exact))
+        gate_up = product_of_rows(f.gate_up, f.normed)
+        grads = [
+            *joined.split([len(p) for p in params[:3]]),
+            product_of_rows(self.grad_middle, f.attended),
+            *gate_up.chunk(2),
+            product_of_rows(self.grad_left, self.product),
+            grad_input,
+            *(self.grad_norms[name] for name in ("hidden", "post", "final")),
+        ]
+        return [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
+
+
+def product_of_rows(grads: Tensor, inputs: Tensor) -> Tensor:
+    """Σ over rows of outer products, [n, out], [n, in] → [out, in]: a weight's gradient, fp32 for narrower operands."""
+    if grads.is_cuda and grads.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(grads.T, inputs, out_dtype=torch.float32)
+    return grads.T @ inputs

@@ -1,0 +1,129 @@
+"""The written-out unroll and its loss against the drafter's own, which is tested against the float64 double loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle3.batches import pack
+from eagle3.drafter import Eagle3Drafter
+from eagle3.linear_loss import DraftTeacher, stacked_loss
+from eagle3.loss import LOSSES, UnrollLoss, mix_losses
+from eagle3.row_layout import lay_out
+from eagle3.unroll import UnrollShape, unroll
+from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
+
+VARIANTS = {
+    "dense": {},
+    "grouped queries": {"num_key_value_heads": 2},
+    "one key head": {"num_key_value_heads": 1},
+    "reduced vocabulary": {"draft_vocab_size": 15},
+    "norm before residual": {"norm_before_residual": True},
+    "normed output": {"norm_output": True},
+    "both": {"norm_before_residual": True, "norm_output": True, "draft_vocab_size": 15},
+    "rotary scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "narrow heads": {"head_dim": 6, "num_key_value_heads": 2},
+}
+PARAMS = (
+    *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+    "norm.weight",
+)
+
+
+def documents(shape) -> list:
+    return [
+        make_document(shape, [(3, 8), (10, 14)], 16, 1),
+        make_document(shape, [(0, 6)], 8, 2),
+        make_document(shape, [], 4, 3),
+        make_document(shape, [(2, 30), (60, 85)], 100, 4),
+    ]
+
+
+def fused_step(drafter: Eagle3Drafter, docs: list, steps: int, alignment: str = "exact", **options) -> UnrollLoss:
+    """`tests.drafters.train_step` by the written-out passes."""
+    shape, target_ids = drafter.shape, drafter.target_ids
+    batch = pack(docs, steps, None if target_ids is None else drafter.t2d.numpy(), alignment)
+    layout = lay_out(batch.slots, batch.input_ids, batch.cu_seqlens)
+    angles = torch.arange(256)[:, None] * drafter.rotary.frequencies.to(drafter.dtype)
+    factor = drafter.rotary.attention_scaling
+    params = dict(drafter.named_parameters())
+    outputs = unroll(
+        drafter.fuse(batch.hidden_states),
+        drafter.embed(batch.input_ids),
+        layout,
+        (angles.cos() * factor, angles.sin() * factor),
+        UnrollShape(
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+            shape.rms_norm_eps,
+            shape.norm_before_residual,
+            shape.norm_output,
+        ),
+        [params[name] for name in PARAMS],
+    )
+    teacher = Teacher(shape.vocab_size, shape.hidden_size).to(drafter.dtype)
+    weights = 0.8 ** torch.arange(steps, dtype=drafter.dtype) / batch.row_counts.clamp_min(1)
+    return stacked_loss(
+        outputs,
+        drafter.lm_head.weight,
+        batch.final_states,
+        DraftTeacher(lambda states: normed(teacher, states), teacher.weight * 0.7, target_ids),
+        layout,
+        weights,
+        chunk_bytes=4000,
+        **options,
+    )
+
+
+def normed(teacher: Teacher, states: Tensor) -> Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6) * teacher.norm_weight
+
+
+def assert_same_step(drafter: Eagle3Drafter, ours: UnrollLoss, theirs: UnrollLoss) -> None:
+    """Loss, what happened at each row, and every gradient."""
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(ours.row_losses, theirs.row_losses)
+    assert torch.equal(ours.hits, theirs.hits)
+    assert torch.equal(ours.oov, theirs.oov)
+    theirs.loss.backward()
+    expected = {name: p.grad for name, p in drafter.named_parameters()}
+    drafter.zero_grad(set_to_none=True)
+    ours.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_gradient_equals_the_drafters_own(name: str) -> None:
+    drafter = make_drafter(make_shape(**VARIANTS[name]))
+    docs = documents(drafter.shape)
+    assert_same_step(drafter, fused_step(drafter, docs, 5), train_step(drafter, docs, 5))
+
+
+@pytest.mark.parametrize("alignment", ["eagle", "speculators"])
+def test_rows_that_are_computed_but_not_supervised_get_no_loss(alignment: str) -> None:
+    drafter = make_drafter(make_shape(draft_vocab_size=15))
+    docs = documents(drafter.shape)
+    ours, theirs = fused_step(drafter, docs, 4, alignment), train_step(drafter, docs, 4, alignment=alignment)
+    assert_same_step(drafter, ours, theirs)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_mixed_from_config(name: str) -> None:
+    drafter = make_drafter(make_shape(draft_vocab_size=15))
+    docs = documents(drafter.shape)
+    mix = {"soft_cross_entropy": 0.3} | {name: 0.5}
+    ours = fused_step(drafter, docs, 3, mix=tuple(mix.get(other, 0.0) for other in LOSSES), mask_oov=False)
+    assert_same_step(drafter, ours, train_step(drafter, docs, 3, oov="keep", row_loss=mix_losses(mix)))
+
+
+def test_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients() -> None:
+    drafter = make_drafter(make_shape())
+    step = fused_step(drafter, [make_document(drafter.shape, [], 9, 1)], 3)
+    step.loss.backward()
+    assert step.loss == 0
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in drafter.parameters())
