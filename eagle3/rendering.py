@@ -118,9 +118,14 @@ class Template:
         _verify(text, spans, messages)
         return Render(text, spans)
 
-    def drops_reasoning(self, messages: Sequence[Message], text: str) -> bool:
-        """Whether the last answer came with reasoning that the template left out of the render."""
-        return bool(messages[-1].reasoning) and (messages[-1].reasoning or "").strip() not in text
+    def drops_reasoning(self, messages: Sequence[Message]) -> bool:
+        """Whether the last answer comes with reasoning that the template leaves out of the render."""
+        reasoning = messages[-1].reasoning
+        return reasoning is not None and reasoning.strip() not in self.text(messages)
+
+    def spells_special_token(self, messages: Sequence[Message]) -> bool:
+        """Whether a message's text holds a special token, which the tokenizer takes for one, as in a server."""
+        return any(self._special_pattern.search(message.content) for message in messages)
 
     def _check_thoughts(self, text: str, messages: Sequence[Message]) -> None:
         for message in messages[:-1]:

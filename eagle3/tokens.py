@@ -1,27 +1,28 @@
 """Step 2 of the walk: Conversation → input_ids, loss_mask. One render, once; nothing downstream ever renders again.
 
-The ids are those that a server has for the same messages: the rendered text is tokenized whole, and the template alone
-decides about a BOS. A special token spelled out in somebody's text therefore becomes that token, as it does in a
-server; `prepare` counts such rows, and the mask does not change for it.
+`prepare` writes what this module makes; `Prepared` reads it back for extraction, training and evaluation.
 """
 
 from __future__ import annotations
 
 import hashlib
-import unicodedata
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from eagle3.errors import Eagle3Error, RequestError
-from eagle3.prompts import Message
+from eagle3.encoding import Straddled, decode, encode, encode_with_edges, same_text
+from eagle3.errors import RequestError, StoreError
+from eagle3.prompts import Conversation, Message
 from eagle3.rendering import HistoryRewritten, Template, Unrenderable
 
 if TYPE_CHECKING:
     from eagle3.adapter import Adapter
 
+SPLITS = ("train", "validation")
 # A chat that shows a template's manners: lower and upper case, two turns, punctuation.
 _PROBE = (
     Message("user", "Which of the oceans is the largest?"),
@@ -73,80 +74,23 @@ def tokenize(template: Template, messages: Sequence[Message]) -> list[Tokens]:
 def _tokens(template: Template, messages: Sequence[Message], last_only: bool) -> Tokens:
     render = template.render(messages, last_only)
     edges = sorted({edge for span in render.spans for edge in span})
-    input_ids, counts = _encode_with_edges(template, render.text, edges)
+    try:
+        input_ids, counts = encode_with_edges(
+            template.tokenizer, render.text, edges, set(template.special_tokens.values())
+        )
+    except Straddled:
+        raise Unrenderable("a token crosses the edge of an answer") from None
     loss_mask = np.zeros(len(input_ids), dtype=bool)
     for start, end in render.spans:
         first, last = counts[start], counts[end]
         loss_mask[first:last] = True
-        if not _same(decode(template.tokenizer, input_ids[first:last]), render.text[start:end]):
+        if not same_text(decode(template.tokenizer, input_ids[first:last]), render.text[start:end]):
             raise Unrenderable("an answer's tokens do not decode to the answer")
     if not loss_mask.any():
         raise Unrenderable("no token that the assistant generated")
     if loss_mask.all():
         raise Unrenderable("the mask covers the whole conversation")
     return Tokens(np.asarray(input_ids, dtype=np.int32), loss_mask)
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a rendered text, which brings its own special tokens."""
-    return _flat(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer)
-
-
-def decode(tokenizer: Any, input_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-    """The text of token ids, with nothing prettified."""
-    options: dict[str, Any] = {} if tokenizer.is_fast else {"spaces_between_special_tokens": False}
-    return tokenizer.decode(
-        list(input_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False, **options
-    )
-
-
-def _encode_with_edges(template: Template, text: str, edges: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-    """Token ids of a text and, for character positions in it, the number of tokens before each.
-
-    Raises Unrenderable when a token crosses a position: a model that was given the text before it never writes that
-    token.
-    """
-    tokenizer = template.tokenizer
-    counts: dict[int, int] = {}
-    if not tokenizer.is_fast:  # no offsets: the ids of the text up to an edge must begin the ids of the whole
-        input_ids = encode(tokenizer, text)
-        for edge in edges:
-            prefix = encode(tokenizer, text[:edge]) if edge else []
-            if input_ids[: len(prefix)] != prefix:
-                raise Unrenderable("a token crosses the edge of an answer")
-            counts[edge] = len(prefix)
-        return input_ids, counts
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    input_ids = _flat(encoded["input_ids"], tokenizer)
-    # A token begins where those before it ended: some tokenizers leave a leading space out of a token's offsets, and
-    # the several tokens of one character all end with it.
-    ends = np.maximum.accumulate([end for _, end in encoded["offset_mapping"]])
-    special_ids = set(template.special_tokens.values())
-    for edge in edges:
-        count = int(np.searchsorted(ends, edge, side="right"))
-        if edge and (count == 0 or ends[count - 1] != edge):
-            # A special token may swallow the whitespace behind it; then it ends where its own text does.
-            crossing = min(count, len(ends) - 1)
-            if input_ids[crossing] not in special_ids or text[edge : ends[crossing]].strip():
-                raise Unrenderable("a token crosses the edge of an answer")
-            count += 1
-        counts[edge] = count
-    return input_ids, counts
-
-
-def _flat(input_ids: Any, tokenizer: Any) -> list[int]:
-    """A list of ints. Raises Eagle3Error for anything else: libraries have returned mappings and nested lists."""
-    if not isinstance(input_ids, list) or not all(type(i) is int for i in input_ids):
-        raise Eagle3Error(
-            f"{type(tokenizer).__name__}: returned {type(input_ids).__name__} for one text, expected a flat list of "
-            "ints; is this version of transformers supported? try the newest"
-        )
-    return input_ids
-
-
-def _same(decoded: str, text: str) -> bool:
-    """Equal but for Unicode composition and outer whitespace, which some tokenizers normalise."""
-    return unicodedata.normalize("NFC", decoded).strip() == unicodedata.normalize("NFC", text).strip()
 
 
 def prompt_ids(tokenizer: Any, adapter: Adapter, messages: Sequence[Message]) -> list[int]:
@@ -205,3 +149,111 @@ def check_template(template: Template, where: str) -> None:
 
 def _probe(template: Template) -> list[Tokens]:
     return tokenize(template, _PROBE)
+
+
+class Prepared:
+    """A prepared artifact: samples in their order, memory-mapped; written by eagle3.prepared.
+
+    `lengths` int64 [N]; `samples[i]` has views of the mapped arrays.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._offsets: np.ndarray = np.load(folder / "offsets.npy")
+        self.lengths: np.ndarray = np.diff(self._offsets)
+        self._ids: np.ndarray = np.load(folder / "sample_ids.npy")
+        self._validation: np.ndarray = np.load(folder / "validation.npy")
+        self._keys = _lines(folder / "keys.txt")
+        self._input_ids = _mapped(folder / "input_ids.bin", "<i4", int(self._offsets[-1]))
+        self._loss_mask = _mapped(folder / "loss_mask.bin", "bool", int(self._offsets[-1]))
+        self.samples: Sequence[Sample] = _Samples(self)
+
+    @classmethod
+    def open(cls, folder: Path) -> Prepared:
+        """Opens a complete artifact. Raises StoreError, naming the file, for one that is not what it should be."""
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            prepared = cls(Path(folder), manifest)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{folder}: is no complete prepared artifact ({error}); run `eagle3 stage=prepare`"
+            ) from error
+        sizes = {len(prepared.lengths), len(prepared._ids), len(prepared._validation), len(prepared._keys)}
+        if sizes != {manifest["metrics"]["samples"]}:
+            raise StoreError(
+                f"{folder}: its files hold {sorted(sizes)} samples, its manifest {manifest['metrics']['samples']}; "
+                "delete the folder and run `eagle3 stage=prepare`"
+            )
+        return prepared
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Ids that every draft vocabulary holds."""
+        return list(self.manifest["special_ids"])
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end an assistant turn."""
+        return list(self.manifest["stop_ids"])
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's V."""
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Of the tokenizer that made the ids."""
+        return str(self.manifest["tokenizer_hash"])
+
+    def split_indices(self, split: str) -> np.ndarray:
+        """int64: the rows of `samples` in "train" or "validation"."""
+        if split not in SPLITS:
+            raise RequestError(f"split: found {split!r}, expected {' or '.join(SPLITS)}")
+        return np.flatnonzero(self._validation == (split == "validation"))
+
+    def token_counts(self) -> np.ndarray:
+        """int64 [V]: how often each token is supervised in the train split."""
+        return np.load(self.folder / "token_counts.npy")
+
+    def heldout(self) -> list[Conversation]:
+        """The conversations whose prompts were never trained on."""
+        rows = [json.loads(line) for line in _lines(self.folder / "heldout.jsonl")]
+        return [
+            Conversation(row["key"], tuple(Message(**m) for m in row["messages"]), row["source"], "heldout")
+            for row in rows
+        ]
+
+
+class _Samples(Sequence[Sample]):
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+    def __len__(self) -> int:
+        return len(self.prepared.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        data = self.prepared
+        part = slice(data._offsets[row], data._offsets[row + 1])
+        split = SPLITS[int(data._validation[row])]
+        return Sample(data._ids[row].decode(), data._input_ids[part], data._loss_mask[part], split, data._keys[row])
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines end with a line feed and nothing else: texts may hold Unicode's other line ends."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
+    expected = count * np.dtype(dtype).itemsize
+    if path.stat().st_size != expected:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, expected {expected}")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)

@@ -99,7 +99,7 @@ def check_map(d2t: Tensor, t2d: Tensor, where: str) -> None:
         raise StoreError(f"{where}: t2d marks {int(t2d.sum())} target ids, expected {d2t.numel()}, the length of d2t")
     if ids.min() < 0 or ids.max() >= t2d.numel():
         raise StoreError(
-            f"{where}: d2t leads to ids {int(ids.min())} to {int(ids.max())}, expected 0 to {t2d.numel() - 1}"
+            f"{where}: d2t leads to ids {int(ids.min())} to {int(ids.max())}, expected 0 to {len(t2d) - 1}"
         )
     if not torch.equal(ids, t2d.nonzero()[:, 0]):
         raise StoreError(f"{where}: d2t does not lead to the target ids that t2d marks, each once and ascending")

@@ -37,7 +37,7 @@ def test_ties_go_to_the_lower_id() -> None:
 
 def test_small_corpus_is_padded_to_the_size_and_reported() -> None:
     """D14: 50 distinct tokens, a draft vocabulary of 100."""
-    seen = {i: 1 for i in range(200, 250)}
+    seen = dict.fromkeys(range(200, 250), 1)
     vocab = build_vocab(_counts(400, seen), 100, 400, [399], "hash")
     ids = vocab.target_ids.tolist()
     assert len(set(ids)) == vocab.draft_vocab_size == 100
@@ -54,7 +54,7 @@ def test_impossible_size_names_the_field(size: int) -> None:
 
 
 def test_size_below_the_special_tokens_is_refused() -> None:
-    with pytest.raises(RequestError, match="expected 3 to 20 tokens .3 of them special"):
+    with pytest.raises(RequestError, match=r"expected 3 to 20 tokens \(3 of them special\)"):
         build_vocab(_counts(20, {1: 1}), 2, 20, [0, 1, 2], "hash")
 
 

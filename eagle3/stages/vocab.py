@@ -1,0 +1,53 @@
+"""Stage vocab: what draft vocabularies of several sizes would cover of the supervised tokens.
+
+It reads the prepared set's counts and nothing else: no model is loaded, and hidden states do not depend on the size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from eagle3.artifacts import Artifact
+from eagle3.config import Config
+from eagle3.runs import Run
+from eagle3.stages import prepare
+from eagle3.tokens import Prepared
+from eagle3.vocab import build_vocab
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Shows the table; returns the coverage by size, the configured one included."""
+    given = cfg.inputs.prepared
+    expected = (
+        prepare.prepared(cfg, run.artifacts) if given is None else Artifact("prepared", given, run.artifacts.root)
+    )
+    artifact = run.artifacts.resolve("prepared", given, expected, "eagle3 stage=prepare")
+    run.read(artifact)
+    prepared = Prepared.open(artifact.folder)
+    counts, special = prepared.token_counts(), prepared.special_ids
+    configured = cfg.drafter.draft_vocab_size or prepared.vocab_size
+    table = Table(
+        *("size", "coverage", "of target's", "unseen fill", ""),
+        title=f"drafter.draft_vocab_size over {int(counts.sum()):,} supervised tokens, {int((counts > 0).sum()):,} distinct",
+    )
+    coverage = {}
+    for size in sizes(configured, prepared.vocab_size, len(special)):
+        vocab = build_vocab(counts, size, prepared.vocab_size, special, prepared.tokenizer_hash)
+        coverage[size] = round(vocab.coverage(counts), 6)
+        table.add_row(
+            f"{size:,}",
+            f"{coverage[size]:.2%}",
+            f"{size / prepared.vocab_size:.1%}",
+            f"{vocab.padded:,}",
+            "configured" if size == configured else "",
+        )
+    run.show(table)
+    return {"supervised_tokens": int(counts.sum()), "coverage": {str(size): share for size, share in coverage.items()}}
+
+
+def sizes(configured: int, vocab_size: int, least: int) -> list[int]:
+    """The configured size, the whole vocabulary, and powers of two between 1/64 of it and it."""
+    powers = [2**n for n in range(1, 24) if max(vocab_size / 64, least) <= 2**n < vocab_size]
+    return sorted({configured, vocab_size, *powers})
