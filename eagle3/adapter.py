@@ -7,6 +7,7 @@ Llama and of everything shaped like it; a family overrides what differs.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class Adapter(ABC):
     turn_ends: ClassVar[tuple[str, ...]] = ()
     # Whether engines scale the residual stream down in float16, so that states would not be the model's.
     scales_residual_in_float16: ClassVar[bool] = False
+    # Tensors that every rank of a tensor-parallel engine holds whole (patterns of checkpoint names), for forecasts.
+    replicated_weights: ClassVar[tuple[str, ...]] = (r"norm\.", r"\.gate\.", r"\.router\.")
+    # Tensors of the checkpoint that the engine does not load for text.
+    unloaded_weights: ClassVar[tuple[str, ...]] = ()
     # Text that the chat template puts into a turn without the model having generated it.
     inserted_texts: ClassVar[tuple[str, ...]] = ()
 
@@ -164,6 +169,30 @@ class Adapter(ABC):
         """Arguments that the target's engine needs for this family (multimodal towers skipped, ...)."""
         return {}
 
+    def text_section(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The part of a checkpoint's config.json that describes the language model."""
+        return config
+
+    def rehearsal_layers(self, text: dict[str, Any]) -> int:
+        """The fewest layers that show every kind of layer, from the text section of config.json."""
+        return 4
+
+    def shrink(self, config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+        """config.json of the same model with its first `num_layers` layers; lists with an entry a layer are cut."""
+        shrunk = copy.deepcopy(config)
+        text = self.text_section(shrunk)
+        whole = text["num_hidden_layers"]
+        for key, value in text.items():
+            if isinstance(value, list) and len(value) == whole:
+                text[key] = value[:num_layers]
+        text["num_hidden_layers"] = num_layers
+        return shrunk
+
+    def key_value_bytes(self, shape: TargetShape, text: dict[str, Any], ranks: int, itemsize: int) -> int:
+        """Bytes of keys and values that one GPU of `ranks` keeps for a token in all layers."""
+        heads = max(shape.num_key_value_heads // ranks, 1)
+        return 2 * heads * shape.head_dim * itemsize * shape.num_layers
+
     def expected_backends(self) -> dict[str, Any]:
         """Backends that a correct and fast load of this family ends up with; empty when nothing is expected."""
         return {}
@@ -190,15 +219,17 @@ class Adapter(ABC):
 
 
 def families() -> dict[str, type[Adapter]]:
-    """The adapters that ship with eagle3, by name."""
+    """The adapters that ship with eagle3 and those of plugins, by name; ours win."""
     import importlib
     import pkgutil
 
-    import eagle3.adapters as package
+    import eagle3.adapters as ours
+    from eagle3 import plugins
 
     found: dict[str, type[Adapter]] = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        for member in vars(importlib.import_module(f"eagle3.adapters.{module}")).values():
-            if isinstance(member, type) and issubclass(member, Adapter) and "name" in vars(member):
-                found[member.name] = member
+    for package in (*plugins.adapter_packages(), ours):
+        for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+            for member in vars(importlib.import_module(f"{package.__name__}.{module}")).values():
+                if isinstance(member, type) and issubclass(member, Adapter) and "name" in vars(member):
+                    found[member.name] = member
     return found

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
+from eagle3 import plugins
 
 PACKAGES = (
     *("eagle3", "hydra-core", "omegaconf", "torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy"),
@@ -75,6 +76,7 @@ def collect() -> dict[str, Any]:
         "working_folder": os.getcwd(),
         "process": os.getpid(),
         "versions": versions(),
+        "plugins": {plugin.distribution: plugin.version for plugin in plugins.installed()},
         "git": source_state(Path(eagle3.__file__).parent),
         "host": {
             "name": socket.gethostname(),

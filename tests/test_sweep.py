@@ -1,0 +1,270 @@
+"""Sweeps: one child a job, one pass of the target for all layers, a live summary, no finished work repeated."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+
+from eagle3 import sweep
+from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig
+from eagle3.sweep import Job, job_names, summarize, union_requests
+from tests.commands import eagle3, start, write_stages
+
+# Light stand-ins for what the training stages build, so that a child need not import Lightning.
+LIGHT = [
+    *("trainer.lightning._target_=builtins.dict", "trainer.datamodule._target_=builtins.dict"),
+    *("drafter.module._target_=builtins.dict", "logger.loggers.csv._target_=builtins.dict"),
+]
+RECORDER = """
+from pathlib import Path
+
+def run(cfg, run):
+    with open(Path(cfg.output_dir) / "worked.txt", "a") as file:
+        print(cfg.stage.name, cfg.layers.name, cfg.layers.also, file=file)
+    return {{}}
+"""
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_stages(tmp_path_factory.mktemp("staged"))
+
+
+def the_sweep(here: Path) -> Path:
+    (folder,) = (here / "outputs" / "sweeps").iterdir()
+    return folder
+
+
+def rows(folder: Path) -> dict[str, dict[str, str]]:
+    with open(folder / "summary.csv", newline="") as file:
+        return {row["job"]: row for row in csv.DictReader(file)}
+
+
+def job_folders(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+def test_job_folders_are_named_by_what_differs() -> None:
+    """C1: only [A-Za-z0-9._=-], at most 255 bytes, distinct, whatever the values hold."""
+    grids = [
+        [["stage=train", "layers=eagle"], ["stage=train", "layers=late"]],
+        [["layers.ids=[2,30,58]", "+experiment=a/b"], ["layers.ids=[1,15,45]", "+experiment=a/b"]],
+        [["x=1/2"], ["x=1,2"], ["x='1 2'"], ["x=[1,2]"]],
+        [[f"layers.ids=[{','.join(map(str, range(i, 200)))}]"] for i in range(3)],
+        [["x=ü"], ["x=ö"]],
+        [["layers=eagle"]],
+        [["x=../../etc"], ["x=.."], ["x=."]],
+    ]
+    for grid in grids:
+        names = job_names(grid)
+        assert len(set(names)) == len(grid)
+        for name in names:
+            assert re.fullmatch(r"[A-Za-z0-9._=-]+", name)
+            assert len(name.encode()) <= 255
+            assert name not in (".", "..")
+    assert job_names(grids[0]) == ["layers=eagle", "layers=late"]
+    assert job_names(grids[1]) == ["layers.ids=2-30-58", "layers.ids=1-15-45"]
+
+
+def job(name: str, stage: str = "train", seed: int = 0, **layers) -> Job:
+    cfg = Config(
+        stage=StageConfig(stage), model=ModelConfig(name="m"), layers=LayersConfig(name=name, **layers), seed=seed
+    )
+    return Job(name, (f"layers={name}",), cfg)
+
+
+def test_jobs_that_differ_in_layers_share_one_capture() -> None:
+    jobs = [job("eagle"), job("late", fractions=[0.6, 0.75, 0.9]), job("own", ids=[1, 2]), job("eagle")]
+    ((first, selections),) = union_requests(jobs)
+    assert first is jobs[0]
+    assert selections == [None, [0.6, 0.75, 0.9], [1, 2]]
+
+
+def test_jobs_over_other_states_do_not_share_a_capture() -> None:
+    assert union_requests([job("eagle"), job("late", fractions=[0.9], seed=1)]) == []
+    assert union_requests([job("eagle"), job("eagle")]) == []
+    assert union_requests([job("eagle", stage="export"), job("late", stage="export", fractions=[0.9])]) == []
+    dry = [job("eagle"), job("late", fractions=[0.9])]
+    for member in dry:
+        member.cfg.dry_run = True
+    assert union_requests(dry) == []
+    # Drafter and trainer do not matter to states.
+    trained = [job("eagle"), job("late", fractions=[0.9])]
+    trained[1].cfg.trainer.lr = 0.5
+    assert len(union_requests(trained)) == 1
+
+
+def test_the_same_grid_has_one_id_in_whatever_order() -> None:
+    """S12: the same sweep leads to the same folder."""
+    ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    sweep.register()
+
+    def found(*overrides: str) -> str:
+        cfg = compose("config", return_hydra_config=True)
+        cfg.hydra.overrides.task = list(overrides)
+        return sweep.sweep_id(_root_=cfg)
+
+    with initialize_config_module("eagle3.conf", version_base="1.3"):
+        first = found("layers=eagle,late", "trainer.lr=1e-3,1e-4")
+        assert found("trainer.lr=1e-4,1e-3", "layers=late,eagle") == first
+        assert found("layers=eagle,late", "trainer.lr=1e-3") != first
+        assert found("layers=eagle,late") != found("layers='eagle,late'")
+        assert found("layers=glob(*)") != first
+
+
+def test_the_summary_has_a_column_for_each_override_and_metric(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    metrics = {"train": {"loss": 0.5, "ids": [1, 2]}, "steps": 3}
+    result = {"status": "done", "exit_code": 0, "seconds": 1.0, "metrics": metrics}
+    (tmp_path / "a" / "result.json").write_text(json.dumps(result))
+    (tmp_path / "b" / "result.json").write_text("{ torn")
+    summarize(tmp_path, {"a": ["layers=late", "+x=1=2"], "b": ["layers=eagle"], "c": []}, running="c")
+    found = rows(tmp_path)
+    assert found["a"] == {
+        "job": "a",
+        "status": "done",
+        "exit_code": "0",
+        "seconds": "1.0",
+        "layers": "late",
+        "x": "1=2",
+        "train.loss": "0.5",
+        "train.ids": "[1, 2]",
+        "steps": "3",
+    }
+    assert (found["b"]["status"], found["c"]["status"]) == ("waiting", "running")
+
+
+def test_a_failed_job_stops_no_other_and_is_tried_again(tmp_path: Path, env: dict[str, str]) -> None:
+    """S12: the same sweep again skips what is done and tries the rest; the earlier attempt is kept beside it."""
+    (tmp_path / "outputs").mkdir()
+    grid = ["-m", "stage.name=once", "layers=eagle,late,middle"]
+    first = eagle3(*grid, cwd=tmp_path, env=env)
+    assert first.returncode == 1
+    assert "1 jobs of the sweep failed: layers=late (once failed: RuntimeError: not yet)" in first.stderr
+    folder = the_sweep(tmp_path)
+    assert job_folders(folder) == {"layers=eagle", "layers=late", "layers=middle"}
+    assert {name: row["status"] for name, row in rows(folder).items()} == {
+        "layers=eagle": "done",
+        "layers=late": "failed",
+        "layers=middle": "done",
+    }
+    assert "Traceback" in (folder / "layers=late" / "run.log").read_text()
+    second = eagle3("-m", "layers=middle,late,eagle", "stage.name=once", cwd=tmp_path, env=env)
+    assert second.returncode == 0, second.stderr
+    assert the_sweep(tmp_path) == folder
+    assert (tmp_path / "outputs" / "worked.txt").read_text().split() == ["eagle", "middle", "late"]
+    assert {row["status"] for row in rows(folder).values()} == {"done"}
+    assert "Traceback" in (folder / "layers=late.attempt-1" / "run.log").read_text()
+
+
+PARENT = """
+import sys
+from eagle3 import cli
+code = cli.command()
+assert "torch" not in sys.modules, "the parent imported torch"
+sys.exit(code)
+"""
+
+
+def test_lists_are_swept_one_job_each(tmp_path: Path, env: dict[str, str]) -> None:
+    """C1, C2: two lists are two jobs, each with a list of three ints; an index maps folders to overrides."""
+    command = [sys.executable, "-c", PARENT, "-m", "stage.name=echo", "layers.ids=[2,30,58],[1, 15, 45]"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = the_sweep(tmp_path)
+    index = json.loads((folder / "index.json").read_text())
+    assert index == {
+        "layers.ids=2-30-58": ["stage.name=echo", "layers.ids=[2,30,58]"],
+        "layers.ids=1-15-45": ["stage.name=echo", "layers.ids=[1,15,45]"],
+    }
+    assert job_folders(folder) == set(index)
+    for name, ids in (("layers.ids=2-30-58", [2, 30, 58]), ("layers.ids=1-15-45", [1, 15, 45])):
+        config = (folder / name / "config.yaml").read_text()
+        assert "ids:\n" + "".join(f"  - {i}\n" for i in ids) in config
+        assert json.loads((folder / name / "result.json").read_text())["metrics"]["loss"] == 0.5
+    assert not (tmp_path / "outputs" / "runs").exists()
+
+
+def test_all_jobs_are_checked_before_the_first_starts(tmp_path: Path, env: dict[str, str]) -> None:
+    done = eagle3("-m", "stage.name=echo", "trainer.lr=1e-3,-1", "layers=eagle,late", cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert "no job was started, 2 are wrong" in done.stderr
+    assert "job trainer.lr=-1-layers=late: trainer.lr: found -1.0" in done.stderr
+    assert not job_folders(the_sweep(tmp_path))
+
+
+def test_ranks_of_a_swept_job_start_no_sweep(tmp_path: Path, env: dict[str, str]) -> None:
+    """C4: a 2-value sweep with 2 ranks makes exactly 2 run folders; all ranks agree on folder and config hash."""
+    done = eagle3("-m", "stage.name=ranks", "layers=eagle,late", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    folder = the_sweep(tmp_path)
+    assert job_folders(folder) == {"layers=eagle", "layers=late"}
+    for name in job_folders(folder):
+        seen = [(folder / name / f"seen-by-{rank}").read_text() for rank in (0, 1)]
+        assert seen[0] == seen[1]
+        assert seen[0].startswith(str(folder / name))
+    assert not (tmp_path / "outputs" / "runs").exists()
+
+
+def test_a_pipeline_sweep_passes_the_target_once(tmp_path: Path) -> None:
+    """One prepare and one extract for the union of the layers, then the jobs; a finished sweep starts nothing."""
+    env = write_stages(tmp_path)
+    stages = ("prepare", "extract", "train", "export", "evaluate")
+    for name in stages:
+        (tmp_path / "more_stages" / f"{name}.py").write_text(RECORDER.format())
+    site = tmp_path / "sitecustomize.py"
+    site.write_text(site.read_text().replace("append(", "insert(0, "))
+    (tmp_path / "outputs").mkdir()
+    grid = ["-m", "layers=eagle,late", *LIGHT]
+    done = eagle3(*grid, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    worked = (tmp_path / "outputs" / "worked.txt").read_text().splitlines()
+    assert worked[:2] == ["prepare eagle []", "extract eagle [None, [0.6, 0.75, 0.9]]"]
+    jobs = [f"{stage} {layers} []" for layers in ("eagle", "late") for stage in stages]
+    assert worked[2:] == jobs
+    assert eagle3(*grid, cwd=tmp_path, env=env).returncode == 0
+    assert (tmp_path / "outputs" / "worked.txt").read_text().splitlines() == worked
+
+
+def test_a_stopped_sweep_stops_its_job_and_goes_on_later(tmp_path: Path, env: dict[str, str]) -> None:
+    grid = ["-m", "stage.name=slow", "layers=eagle,late"]
+    parent = start(*grid, cwd=tmp_path, env=env)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("outputs/sweeps/*/layers=eagle/waiting")):
+        assert parent.poll() is None, parent.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    again = eagle3(*grid, cwd=tmp_path, env=env)
+    assert again.returncode == 2
+    assert f"is being made by process {parent.pid}" in again.stderr
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    folder = the_sweep(tmp_path)
+    assert job_folders(folder) == {"layers=eagle"}
+    assert {name: row["status"] for name, row in rows(folder).items()} == {
+        "layers=eagle": "interrupted",
+        "layers=late": "waiting",
+    }
+
+
+def test_another_launcher_runs_children_too(tmp_path: Path, env: dict[str, str]) -> None:
+    """joblib, submitit and the like call a function for each job, which must not run the stage in their process."""
+    words = ["-m", "hydra/launcher=basic", "layers=late,eagle", "stage.name=boom"]
+    done = eagle3(*words, cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    folder = the_sweep(tmp_path)
+    results = {n: json.loads((folder / n / "result.json").read_text()) for n in ("job-0", "job-1")}
+    assert [results[name]["status"] for name in results] == ["done", "failed"]
+    assert (folder / "job-1" / "config.yaml").exists()
