@@ -14,12 +14,27 @@ class DeepseekV3Adapter(Adapter):
     architectures = ("DeepseekV3ForCausalLM",)
     engines = ("transformers", "vllm")
     scales_residual_in_float16 = True
+    replicated_weights = (*Adapter.replicated_weights, r"_a_proj")
     turn_ends = ("<｜end▁of▁sentence｜>",)  # noqa: RUF001 - this is how the token is spelt
     inserted_texts = ("<think>\n\n</think>\n\n",)
 
     def head_dim(self, text_config: Any) -> int:
         """The value heads' width: the config's own `head_dim` is only the rotary part of a key."""
         return text_config.v_head_dim
+
+    def rehearsal_layers(self, text: dict[str, Any]) -> int:
+        """All dense layers and two with experts."""
+        return text.get("first_k_dense_replace", 1) + 2
+
+    def shrink(self, config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+        """Without the layers that predict further tokens, which engines leave out too."""
+        shrunk = super().shrink(config, num_layers)
+        self.text_section(shrunk)["num_nextn_predict_layers"] = 0
+        return shrunk
+
+    def key_value_bytes(self, shape: TargetShape, text: dict[str, Any], ranks: int, itemsize: int) -> int:
+        """The latent and the rotary part, which every rank keeps whole."""
+        return (text["kv_lora_rank"] + text["qk_rope_head_dim"]) * itemsize * shape.num_layers
 
     def expected_backends(self) -> dict[str, Any]:
         """Latent attention prefilled with FlashAttention."""

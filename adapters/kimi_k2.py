@@ -1,0 +1,36 @@
+"""Kimi-K2: DeepSeek V3's layers with a tokenizer of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from eagle3.adapters.deepseek_v3 import DeepseekV3Adapter
+from eagle3.errors import RequestError
+
+
+class KimiK2Adapter(DeepseekV3Adapter):
+    """Kimi-K2 (Instruct, Thinking): checkpoints whose `model_type` is kimi_k2."""
+
+    name = "kimi_k2"
+    engines = ("vllm",)
+    turn_ends = ("<|im_end|>", "[EOS]")
+    inserted_texts = ("<think></think>",)
+    # Tokens that must be one id each, where the tokenizer has them.
+    whole_tokens: ClassVar[tuple[str, ...]] = ("<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
+
+    def tokenizer(self, folder: Path, trust_remote_code: bool = False) -> Any:
+        """The checkpoint's own tokenizer class, a slow one without offsets.
+
+        RequestError when a special token is not one id: a generic loader may hand out another class, which splits
+        `<think>` and so spoils every sample.
+        """
+        tokenizer = super().tokenizer(folder, trust_remote_code)
+        for token in self.whole_tokens:
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            if len(ids) != 1 or tokenizer.decode(ids) != token:
+                raise RequestError(
+                    f"{folder}: the tokenizer class {type(tokenizer).__name__} makes {len(ids)} ids of {token}, "
+                    "expected one; the checkpoint's own class is needed: try model.trust_remote_code=true"
+                )
+        return tokenizer
