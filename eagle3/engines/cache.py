@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+CLEARED_AHEAD = 64
+
 
 @dataclass
 class Cursor:
@@ -33,27 +35,32 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, cursor: Cursor, slots: int, capacity: int) -> None:
         super().__init__()
         self.cursor, self.slots, self.capacity = cursor, slots, capacity
+        self.cleared = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty: what lies behind a mask is multiplied by 0, and 0 times an old NaN is NaN.
         for name, states in (("keys", key_states), ("values", value_states)):
             shape = (self.slots, states.shape[1], self.capacity, states.shape[3])
-            setattr(self, name, torch.zeros(shape, dtype=states.dtype, device=states.device))
+            setattr(self, name, torch.empty(shape, dtype=states.dtype, device=states.device))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores [B, heads, T, head_dim] at the cursor; returns the rows' columns 0 ... width-1."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         cursor = self.cursor
+        if cursor.width > self.cleared:
+            # What lies behind a mask is multiplied by 0, and 0 times an old NaN is NaN. Cleared in strips, since
+            # touching all of the memory at once can cost more than the decoding.
+            strip = slice(self.cleared, cursor.width + CLEARED_AHEAD)
+            self.keys[:, :, strip], self.values[:, :, strip] = 0, 0
+            self.cleared = cursor.width + CLEARED_AHEAD
         rows = cursor.rows[:, None].expand_as(cursor.positions)
-        read: list[Tensor] = []
-        for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            assert memory is not None
-            memory[rows, :, cursor.positions] = states.transpose(1, 2)
-            live = slice(len(cursor.rows)) if cursor.dense else cursor.rows
-            read.append(memory[live, :, : cursor.width])
-        return read[0], read[1]
+        live = slice(len(cursor.rows)) if cursor.dense else cursor.rows
+        self.keys[rows, :, cursor.positions] = key_states.transpose(1, 2)
+        self.values[rows, :, cursor.positions] = value_states.transpose(1, 2)
+        return self.keys[live, :, : cursor.width], self.values[live, :, : cursor.width]
 
     def copy_columns(self, source: int, targets: Tensor, width: int) -> None:
         """Copies the first `width` columns of one row into others."""
