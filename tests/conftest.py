@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import pytest
 import torch
+
+from eagle3.config import Config, HardwareConfig, LayersConfig, ModelConfig
+from eagle3.tokens import Sample, sample_id
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -94,3 +99,27 @@ def write_target(folder: Path, seed: int = 0, chat_template: str | None = CHAT_T
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Llama checkpoint with a chat template that has generation markers. Do not write into it."""
     return write_target(tmp_path_factory.mktemp("tiny_target"))
+
+
+def target_config(
+    target: Path, output: Path | None = None, adapter: str = "llama.LlamaAdapter", **groups: Any
+) -> Config:
+    """A whole config for a checkpoint on the CPU; `groups` replaces groups, for example store=StoreConfig(...)."""
+    chosen: dict[str, Any] = {
+        "model": ModelConfig(name="tiny", path=str(target), adapter={"_target_": f"eagle3.adapters.{adapter}"}),
+        "hardware": HardwareConfig(name="cpu", batch_tokens=256, generate_slots=4),
+        "layers": LayersConfig(name="eagle"),
+        **groups,
+    }
+    return Config(output_dir=str(output or target / "outputs"), **chosen)
+
+
+def random_samples(lengths: Sequence[int], vocab_size: int = 400, seed: int = 0) -> list[Sample]:
+    """Samples of random ids in the given lengths, their second half supervised."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for row, length in enumerate(lengths):
+        input_ids = random.integers(3, vocab_size, length).astype(np.int32)
+        mask = np.arange(length) >= length // 2
+        samples.append(Sample(sample_id(input_ids), input_ids, mask, "train", f"random:{row}"))
+    return samples
