@@ -20,7 +20,7 @@ from eagle3.engines import CapturedStates, Engine
 from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.shard_index import INDEX_NAME, ShardIndex, index_bytes
 from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file
-from eagle3.streaming import ShardEngine, stream
+from eagle3.streaming import ShardEngine, check_first, stream
 
 if TYPE_CHECKING:
     from eagle3.progress import Advance
@@ -133,6 +133,7 @@ class Capture:
             if self.settled(self.plans[number]) is not None:
                 self._warn_of_versions(self.plans[number], f"{info.name} {info.version}")
         if isinstance(engine, ShardEngine):
+            check_first(self, engine, samples, missing)
             stream(self, engine, samples, missing, tally)
             missing = {}
         for number, layer_ids in missing.items():

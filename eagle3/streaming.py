@@ -59,7 +59,6 @@ def stream(
     """Captures the missing layers of each shard; `tally` hears of every sample. Raises what `Capture.run` does."""
     info = engine.info()
     made_by = {"name": info.name, "version": info.version, "dtype": info.dtype}
-    _check_first(capture, engine, samples, missing)
     with ExitStack() as stack:
         closers = stack.enter_context(ThreadPoolExecutor(CLOSERS, thread_name_prefix="eagle3-close"))
         closing: deque[Future[None]] = deque()
@@ -109,7 +108,7 @@ def _open_shards(
         yield ShardWork(writer, members)
 
 
-def _check_first(
+def check_first(
     capture: Capture, engine: ShardEngine, samples: Sequence[Sample], missing: Mapping[int, Sequence[int]]
 ) -> None:
     """Captures a few samples and reads them back before the rest may start. EngineError when they are not states."""

@@ -71,7 +71,6 @@ def engine_arguments(cfg: Config, target: Target, folder: Path, load_format: str
         "model": str(folder),
         "load_format": load_format,
         "dtype": dtype,
-        "quantization": cfg.model.quantization,
         "trust_remote_code": cfg.model.trust_remote_code,
         "tensor_parallel_size": hardware.tensor_parallel_size,
         "max_model_len": max_model_len,

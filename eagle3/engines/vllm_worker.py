@@ -92,7 +92,7 @@ class CaptureExtension:
     """Mixed into vLLM's worker. Every name starts with eagle3_, since a clash with the worker's own is refused."""
 
     def eagle3_describe(self, adapter: str) -> dict[str, Any]:
-        """What this worker holds: model class, layers, backends, dtypes, bytes of weights and free memory."""
+        """What this worker holds: model class, layers, backends, dtypes, bytes of weights and of its device."""
         worker: Any = self
         model = worker.model_runner.get_model()
         family = load_adapter(adapter)
@@ -114,9 +114,8 @@ class CaptureExtension:
             "batch_tokens": int(worker.scheduler_config.max_num_batched_tokens),
             "prefix_caching": bool(worker.cache_config.enable_prefix_caching),
             "weight_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            "memory_free_bytes": free,
             "memory_total_bytes": total,
-            "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else 0,
+            "context_bytes": total - free - torch.cuda.memory_reserved(device) if cuda else 0,
             "backends": model_backends(model, worker.model_config.quantization),
         }
 
@@ -140,6 +139,9 @@ class CaptureExtension:
             writers=int(settings["writers"]),
         )
         worker.eagle3_tap = Tap(model, load_adapter(adapter), list(layer_ids), recorder)
+        if recorder.cuda:
+            torch.cuda.reset_peak_memory_stats(recorder.device)
+            worker.eagle3_allocated = torch.cuda.memory_allocated(recorder.device)
 
     def eagle3_open(self, shards: list[dict[str, Any]]) -> None:
         """Expects the samples of these shards (see Recorder.open)."""
@@ -153,13 +155,17 @@ class CaptureExtension:
         return worker.eagle3_tap.recorder.poll()
 
     def eagle3_disarm(self) -> dict[str, Any]:
-        """Ends the capture: hooks off, everything in flight written; the last poll's answer."""
+        """Ends the capture: hooks off, everything in flight written; the last poll's answer.
+
+        `working_bytes` is the most device memory that batches took on top of what was allocated before.
+        """
         worker: Any = self
         tap = worker.eagle3_tap
         tap.remove()
         tap.recorder.close()
         worker.eagle3_tap = None
-        return tap.recorder.poll()
+        peak = torch.cuda.max_memory_allocated(tap.recorder.device) if tap.recorder.cuda else 0
+        return {**tap.recorder.poll(), "working_bytes": peak - worker.eagle3_allocated if tap.recorder.cuda else 0}
 
 
 def load_adapter(name: str) -> Adapter:
