@@ -4,13 +4,13 @@ A drafter serves one model, so it learns that model's own words. The user's turn
 first turn of all conversations, then the second behind the answer to the first, and so on.
 
 Nothing that the target wrote is ever tokenized again: a sample is the prompt's ids plus the generated ids, as a
-server has them, and the mask marks the generated ones. The next turn's prompt is rendered from the answer's text, as a client
-sends it. Where that render begins with the ids so far, the turns form one sample; where it does not (the template
-drops reasoning, or the text tokenizes otherwise), the turn starts a sample of its own. An answer that the length
-limit cut off has no end-of-turn token to learn: the one in the next turn's prompt was never generated.
+server has them, and the mask marks the generated ones. The next turn's prompt is rendered from the answer's text, as
+a client sends it. Where that render begins with the ids so far, the turns form one sample; where it does not (the
+template drops reasoning, or the text tokenizes otherwise), the turn starts a sample of its own. An answer that the
+length limit cut off has no end-of-turn token to learn: the one in the next turn's prompt was never generated.
 
-Each batch of answers is appended to a journal. A batch's members follow from the prompts alone, so a run that was killed
-asks the rest in the same batches and ends with the same bits.
+Each batch of answers is appended to a journal. A batch's members follow from the prompts alone, so a run that was
+killed asks the rest in the same batches and ends with the same bits.
 """
 
 from __future__ import annotations

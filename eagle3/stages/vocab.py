@@ -30,7 +30,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     configured = cfg.drafter.draft_vocab_size or prepared.vocab_size
     table = Table(
         *("size", "coverage", "of target's", "unseen fill", ""),
-        title=f"drafter.draft_vocab_size over {int(counts.sum()):,} supervised tokens, {int((counts > 0).sum()):,} distinct",
+        title=f"draft vocabularies: {int(counts.sum()):,} supervised tokens, {int((counts > 0).sum()):,} distinct",
     )
     coverage = {}
     for size in sizes(configured, prepared.vocab_size, len(special)):
