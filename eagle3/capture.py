@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,22 +71,23 @@ class Capture:
     layer_ids: tuple[int, ...]
     max_length: int
 
-    def missing(self, checksums: bool = False) -> dict[int, list[int]]:
-        """Layers to capture by shard number; with `checksums` all rows are read, else sizes and headers only."""
-        found = {plan.number: self._missing_in(plan, checksums) for plan in self.plans}
+    def missing(self, unproven: Collection[int] = ()) -> dict[int, list[int]]:
+        """Layers to capture by shard number. All rows of `unproven` layers are read, of others sizes and headers."""
+        found = {plan.number: self._missing_in(plan, unproven) for plan in self.plans}
         return {number: layer_ids for number, layer_ids in found.items() if layer_ids}
 
-    def faults(self) -> Iterator[str]:
-        """Everything that is wrong with the files on disk, all checksums read."""
-        for plan in self.plans:
-            try:
-                self._index(plan)
-            except StoreError as error:
-                yield str(error)
-            for layer_id in self.layer_ids:
-                path = self._file(plan, layer_id)
-                if problem := check_layer_file(path, self.layout, plan, layer_id, checksums=True):
-                    yield f"{path}: {problem}"
+    def faults(self, plan: ShardPlan) -> list[str]:
+        """Everything that is wrong with a shard's files, all checksums read."""
+        found: list[str] = []
+        try:
+            self._index(plan)
+        except StoreError as error:
+            found.append(str(error))
+        for layer_id in self.layer_ids:
+            path = self._file(plan, layer_id)
+            if problem := check_layer_file(path, self.layout, plan, layer_id, checksums=True):
+                found.append(f"{path}: {problem}")
+        return found
 
     def size_bytes(self, missing: Mapping[int, Sequence[int]] | None = None) -> int:
         """Exact bytes of the files that are still to be written; of all of them when `missing` is not given."""
@@ -192,12 +193,16 @@ class Capture:
                 if path.name not in wanted:
                     path.unlink()
 
-    def _missing_in(self, plan: ShardPlan, checksums: bool) -> list[int]:
+    def _missing_in(self, plan: ShardPlan, unproven: Collection[int]) -> list[int]:
         try:
             self._index(plan)
         except StoreError:
             return list(self.layer_ids)
-        return [k for k in self.layer_ids if check_layer_file(self._file(plan, k), self.layout, plan, k, checksums)]
+        return [
+            k
+            for k in self.layer_ids
+            if check_layer_file(self._file(plan, k), self.layout, plan, k, checksums=k in unproven)
+        ]
 
     def _file(self, plan: ShardPlan, layer_id: int) -> Path:
         return self.folder / plan.name / self.layout.file_name(layer_id)

@@ -79,41 +79,27 @@ def plan_shards(
     limit = max(shard_bytes // bytes_per_token, 1)
     if tokens_per_s is not None:
         limit = min(limit, max(int(tokens_per_s * shard_seconds), 1))
-    bounds: list[int] = []
-    tokens, seen = 0, set[str]()
-    for row, (length, sample_id) in enumerate(zip(lengths, sample_ids, strict=True)):
-        if sample_id in seen:
-            continue
-        seen.add(sample_id)
-        if not bounds or tokens + length > limit:
-            bounds.append(row)
+    first_rows: list[int] = []
+    tokens = 0
+    for row, length in enumerate(lengths):
+        if not first_rows or tokens + length > limit:
+            first_rows.append(row)
             tokens = 0
         tokens += length
-    return shards_at(bounds, lengths, sample_ids)
+    return shards_at(first_rows, lengths, sample_ids)
 
 
-def shards_at(bounds: Sequence[int], lengths: Sequence[int], sample_ids: Sequence[str]) -> tuple[ShardPlan, ...]:
-    """The shards that start at the given rows of the prepared set.
-
-    An id that comes again is left out of them: identical samples are captured once.
-    """
-    seen = set[str]()
-    plans: list[ShardPlan] = []
-    for number, (first, after) in enumerate(zip(bounds, [*bounds[1:], len(lengths)], strict=True)):
-        rows: list[int] = []
-        for row in range(first, after):
-            if sample_ids[row] not in seen:
-                seen.add(sample_ids[row])
-                rows.append(row)
-        plans.append(
-            ShardPlan(
-                number,
-                tuple(rows),
-                tuple(sample_ids[row] for row in rows),
-                tuple(int(lengths[row]) for row in rows),
-            )
+def shards_at(first_rows: Sequence[int], lengths: Sequence[int], sample_ids: Sequence[str]) -> tuple[ShardPlan, ...]:
+    """The shards that start at the given rows of the prepared set."""
+    return tuple(
+        ShardPlan(
+            number,
+            tuple(range(first, after)),
+            tuple(sample_ids[row] for row in range(first, after)),
+            tuple(int(lengths[row]) for row in range(first, after)),
         )
-    return tuple(plans)
+        for number, (first, after) in enumerate(itertools.pairwise([*first_rows, len(lengths)]))
+    )
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     stored = artifact.manifest() if artifact.complete else None
     ids = wanted if stored is None else tuple(sorted({*wanted, *stored["layer_ids"]}))
     capture = plan_capture(cfg, target, prepared, artifact, ids)
-    # Of a complete artifact sizes and headers are looked at, which finds torn files at once; stage=verify reads all.
-    missing = capture.missing(checksums=stored is None)
+    # Stored layers are known by sizes and headers, which finds torn files at once; stage=verify reads them all.
+    missing = capture.missing(unproven=set(ids) - set(stored["layer_ids"] if stored else ()))
     if stored is not None and not missing:
         run.log.info("extract: hit, %s holds layers %s", artifact.folder, stored["layer_ids"])
         run.wrote(artifact)
@@ -87,21 +87,19 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if cfg.dry_run:
         return {}
     capture.check_space(missing, cfg.store.free_space_margin)
-    if stored is not None:
-        with run.artifacts.lock(artifact):
-            count = _capture(cfg, run, target, capture, prepared, missing)
-            manifest = _manifest(cfg, target, prepared_artifact.id, len(prepared.lengths), capture, count, stored)
-            run.artifacts.amend(artifact, manifest)
-    else:
+    if stored is None:
         folder = run.artifacts.begin(artifact, resume=True)
         write_json(folder / PLAN, {"first_rows": [plan.rows[0] for plan in capture.plans]})
+    with run.artifacts.lock(artifact):
         count = _capture(cfg, run, target, capture, prepared, missing)
-        capture.drop_other_layers()
-        manifest = _manifest(cfg, target, prepared_artifact.id, len(prepared.lengths), capture, count, None)
-        run.artifacts.commit(artifact, manifest)
+        if stored is None:
+            capture.drop_other_layers()
+        manifest = _manifest(cfg, target, prepared_artifact.id, capture, count, stored)
+        write = run.artifacts.commit if stored is None else run.artifacts.amend
+        write(artifact, manifest)
     run.wrote(artifact)
-    counts = manifest["counts"]
-    run.log.info("extract: %d prepared samples = %s", counts["prepared"], _sum_text(counts))
+    rejected = "".join(f" + {n} rejected ({reason})" for reason, n in manifest["counts"]["rejected"].items())
+    run.log.info("extract: %d prepared samples = %d stored%s", len(prepared.lengths), capture.kept()[0], rejected)
     return manifest["metrics"]
 
 
@@ -159,24 +157,11 @@ def _capture(
 
 
 def _manifest(
-    cfg: Config,
-    target: Target,
-    prepared_id: str,
-    prepared_count: int,
-    capture: Capture,
-    count: CaptureCount,
-    before: dict[str, Any] | None,
+    cfg: Config, target: Target, prepared_id: str, capture: Capture, count: CaptureCount, before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The manifest of the whole artifact, as it now lies on disk."""
+    """The manifest of the whole artifact as it now lies on disk; `before` is the one that it replaces."""
     samples, tokens, rejected = capture.kept()
-    shards = [{"name": plan.name, "samples": len(plan.rows), "tokens": plan.tokens} for plan in capture.plans]
-    size = sum(path.stat().st_size for plan in capture.plans for path in (capture.folder / plan.name).iterdir())
-    planned = sum(len(plan.rows) for plan in capture.plans)
-    speed = (
-        round(count.tokens / count.seconds, 1)
-        if count.tokens
-        else (before or {}).get("metrics", {}).get("tokens_per_s")
-    )
+    speed = round(count.tokens / count.seconds, 1) if count.tokens else None
     return {
         "format": 1,
         "model": cfg.model.name,
@@ -193,24 +178,19 @@ def _manifest(
         "hidden_size": capture.layout.hidden_size,
         "checksum": "crc32 of each sample's rows",
         "counts": {
-            "prepared": prepared_count,
+            "prepared": sum(len(plan.rows) for plan in capture.plans),
             "stored": samples,
-            "identical": prepared_count - planned,
             "rejected": dict(sorted(Counter(rejected.values()).items())),
         },
         "rejected": rejected,
-        "shards": shards,
+        "shards": [{"name": plan.name, "samples": len(plan.rows), "tokens": plan.tokens} for plan in capture.plans],
         "metrics": {
             "samples": samples,
             "tokens": tokens,
             "skipped": len(rejected),
-            "tokens_per_s": speed,
-            "bytes": size,
+            "tokens_per_s": speed or (before or {}).get("metrics", {}).get("tokens_per_s"),
+            "bytes": sum(
+                path.stat().st_size for plan in capture.plans for path in (capture.folder / plan.name).iterdir()
+            ),
         },
     }
-
-
-def _sum_text(counts: dict[str, Any]) -> str:
-    parts = [f"{counts['stored']} stored"]
-    parts += [f"{counts['identical']} identical to another"] if counts["identical"] else []
-    return " + ".join(parts + [f"{n} rejected ({reason})" for reason, n in counts["rejected"].items()])

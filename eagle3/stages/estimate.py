@@ -1,0 +1,67 @@
+"""Stage estimate: what extraction will write and how long it will take, from prepared lengths, before a model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.table import Table
+
+from eagle3.checkpoint import open_target
+from eagle3.config import Config, LayersConfig
+from eagle3.engines import expected_tokens_per_s
+from eagle3.errors import RequestError
+from eagle3.progress import duration
+from eagle3.runs import Run
+from eagle3.stages import extract
+from eagle3.tokens import Prepared
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Shows bytes and time of this selection and of every preset. Returns `samples, tokens, bytes, seconds`."""
+    target = open_target(cfg)
+    prepared = Prepared.open(run.read(extract.source(cfg, run.artifacts)).folder)
+    artifact = extract.states(cfg, run.artifacts)
+    num_layers = target.shape.num_layers
+    measured = artifact.manifest()["metrics"]["tokens_per_s"] if artifact.complete else None
+    speed = measured or expected_tokens_per_s(cfg.hardware, target)
+    rate = f"{speed:,.0f} tokens/s, {'as measured' if measured else 'a cautious guess'}" if speed else "unknown"
+    table = Table(title=f"extraction of {len(prepared.lengths):,} samples ({rate})")
+    for column in ("layers", "ids", "bytes", "a token", "time"):
+        table.add_column(column, justify="left" if column in ("layers", "ids") else "right")
+    metrics: dict[str, Any] = {}
+    for name, chosen in [(cfg.layers.name, cfg.layers), *_presets(cfg.layers.name)]:
+        try:
+            ids = extract.wanted_ids(chosen, num_layers)
+        except RequestError as refusal:
+            if not metrics:
+                raise
+            table.add_row(name, "none", "", "", str(refusal).partition(";")[0])
+            continue
+        capture = extract.plan_capture(cfg, target, prepared, artifact, ids)
+        size, tokens = capture.size_bytes(), capture.tokens()
+        seconds = tokens / speed if speed else None
+        per_token = f"{len(ids) * capture.layout.row_bytes:,} B"
+        shown = ", ".join(map(str, ids[:-1])) + f" + {ids[-1]} (final)"
+        table.add_row(name, shown, f"{size / 1e9:,.3f} GB", per_token, duration(seconds) if seconds else "unknown")
+        if not metrics:
+            metrics = {
+                "samples": len(prepared.lengths),
+                "tokens": tokens,
+                "bytes": size,
+                "seconds": round(seconds, 1) if seconds else None,
+            }
+    run.show(table)
+    return metrics
+
+
+def _presets(without: str) -> Iterator[tuple[str, LayersConfig]]:
+    """The selections that ship in conf/layers, but for the one that is shown already."""
+    for file in sorted(resources.files("eagle3.conf").joinpath("layers").iterdir(), key=lambda entry: entry.name):
+        name = file.name.removesuffix(".yaml")
+        if file.name.endswith(".yaml") and name != without:
+            fields: Any = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
+            fields.pop("defaults", None)
+            yield name, LayersConfig(**fields)
