@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eagle3.decoding import Acceptance, Decoded, LiveTarget
@@ -56,6 +57,12 @@ class Difference:
     @property
     def tie(self) -> bool:
         return self.margin <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"at new token {self.position} the target chose {self.plain} plainly, {self.speculative} with drafts; its "
+            f"best logit is {self.margin:.2g} above the lower of the two, and rounding explains {self.tolerance:.2g}"
+        )
 
 
 def find_difference(
@@ -162,30 +169,24 @@ def _rate(decodings: Sequence[Decoded]) -> float | None:
 
 
 def table(summaries: Mapping[str, dict[str, Any]], baselines: Sequence[str], k: int, title: str) -> Table:
-    """The table that an evaluation ends with: one row a prompt set."""
-    columns = Table(title=title, title_justify="left", caption_justify="left", caption=_caption(summaries, k))
-    columns.add_column("prompts")
-    columns.add_column("acceptance length", justify="right", style="bold")
-    for name in baselines:
-        columns.add_column(name, justify="right")
-    columns.add_column("accepted at 1..k", justify="right")
-    columns.add_column("tokens/s", justify="right")
-    columns.add_column("plain", justify="right")
-    columns.add_column("speed-up", justify="right")
-    columns.add_column("same text", justify="right")
+    """The table that an evaluation ends with: one row a prompt set; at most 80 columns for three drafts."""
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title=title, caption=_caption(summaries, k))
+    shown.title_justify = shown.caption_justify = "left"
+    shown.add_column("set", no_wrap=True)
+    headers = ["n", "acceptance\nlength", *baselines, f"accepted\nat 1..{k}", "tokens/s", "plain"]
+    for header in headers:
+        shown.add_column(header, justify="right", no_wrap=True, style="bold" if "length" in header else "")
     for name, summary in summaries.items():
-        identical = summary["prompts"] - summary["ties"] if summary["lossless"] else "NO"
-        columns.add_row(
-            f"{name} ({summary['prompts']})",
+        shown.add_row(
+            name,
+            str(summary["prompts"]),
             _number(summary["acceptance_length"], 3),
-            *[_number(summary["baselines"][baseline], 3) for baseline in baselines],
+            *[_number(summary["baselines"].get(baseline), 3) for baseline in baselines],
             " ".join(_number(rate, 2) for rate in summary["per_position"]),
             _number(summary["tokens_per_s"], 1),
             _number(summary["tokens_per_s_plain"], 1),
-            _number(summary["speedup"], 2),
-            f"{identical}" + (f" + {summary['ties']} tied" if summary["ties"] and summary["lossless"] else ""),
         )
-    return columns
+    return shown
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -193,10 +194,15 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _caption(summaries: Mapping[str, dict[str, Any]], k: int) -> str:
-    looping = sum(summary["looping"] for summary in summaries.values())
-    lines = [f"Greedy, {k} drafts a round. An acceptance length of 1 means that no draft was accepted."]
+    looping, ties = (sum(summary[count] for summary in summaries.values()) for count in ("looping", "ties"))
+    lines = [f"Greedy, {k} drafts a round; 1.000 = no draft accepted."]
+    if all(summary["lossless"] for summary in summaries.values()):
+        tied = f", but for {ties} where the target's own choice hung on rounding" if ties else ""
+        lines.append(f"Texts with and without the drafter are identical{tied}.")
+    else:
+        lines.append("Texts with and without the drafter DIFFER.")
     if looping:
-        lines.append(f"Left out: {looping} of the outputs, which ran into a loop.")
+        lines.append(f"Left out: {looping} outputs that ran into a loop.")
     if any(summary["speedup"] is not None and summary["speedup"] < 1 for summary in summaries.values()):
         lines.append("Slower than plain decoding here: the target's forward is too cheap for drafts to pay.")
     return "\n".join(lines)

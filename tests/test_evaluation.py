@@ -157,10 +157,32 @@ def test_comparing_something_else_is_refused(tmp_path):
         compare(other, other)
 
 
-def test_table_is_honest_about_slower_and_looping():
-    console = Console(width=140, record=True, file=io.StringIO())
-    summary = summarize([make_result("a", [1, 2, 0, 1]), make_result("b", [3], looping=True)], K, 0.0)
-    console.print(table({"heldout": summary}, ["bigram"], K, "title"))
-    text = " ".join(console.export_text().split())
-    for part in ("heldout (2)", "2.000", "1.000", "0.50", "Left out: 1 of", "Slower than plain"):
+def show(summaries, width=80):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table(summaries, ["untrained", "bigram"], K, "title"))
+    return console.export_text()
+
+
+def test_table_is_honest_about_slower_looping_and_ties():
+    tie = Difference(4, 1, 2, margin=1e-6, tolerance=1e-4)
+    results = [make_result("a", [1, 2, 0, 1], difference=tie), make_result("b", [3], looping=True)]
+    text = " ".join(show({"human_eval": summarize(results, K, 0.0)}).split())
+    for part in (
+        "human_eval 2 2.000 - 1.000 0.75 0.33 0.00 20.0 40.0",
+        "Left out: 1",
+        "Slower than plain",
+        "but for 1 where",
+    ):
         assert part in text
+
+
+def test_table_shouts_when_texts_differ():
+    real = Difference(4, 1, 2, margin=1e-2, tolerance=1e-4)
+    assert "DIFFER" in show({"own": summarize([make_result("a", [1], difference=real)], K, 0.0)})
+
+
+def test_table_fits_a_terminal():
+    summary = summarize([make_result("a", [1, 2, 0, 1])], K, 0.0) | {"tokens_per_s": 12345.6}
+    lines = show({"human_eval": summary}).splitlines()
+    assert not any("…" in line for line in lines)
+    assert max(map(len, lines)) <= 80

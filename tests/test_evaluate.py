@@ -1,0 +1,221 @@
+"""The stages export and evaluate on a tiny target, with a drafter that nobody trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3.config import Config
+from eagle3.decoding import Decoded
+from eagle3.drafter import DrafterShape, Eagle3Drafter, save_drafter
+from eagle3.errors import RequestError, StageFailed
+from eagle3.evaluation import OURS, Difference, PromptResult
+from eagle3.runs import Run
+from eagle3.stages.evaluate import _check_lossless
+from tests.stages import configure, run_stage
+
+QUESTIONS = ["What is the capital of France?", "Write a story.", "one two three", "Who are you?"]
+METRICS = {
+    *("acceptance_length", "accepted_drafts", "k", "temperature", "per_position", "lossless"),
+    *("tokens_per_s", "tokens_per_s_plain", "speedup"),
+}
+
+
+def write_drafter(folder: Path, tiny_target: Path, **shape: Any) -> Path:
+    """A drafter artifact with random weights that reads layers 1, 3 and 4 of the tiny target."""
+    from transformers import AutoModelForCausalLM
+
+    embedding = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).get_input_embeddings().weight
+    vocab, hidden = embedding.shape
+    sizes = {
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "layer_ids": (1, 3, 4),
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 1024,
+    }
+    folder.mkdir(parents=True)
+    torch.manual_seed(1)
+    save_drafter(Eagle3Drafter(DrafterShape(**{**sizes, **shape}), embedding.detach()), folder)
+    manifest = {"kind": "drafter", "id": "abc", "metrics": {"simulated_acceptance_length": 1.5, "steps": 7}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_drafter(tmp_path_factory.mktemp("artifacts") / "a-drafter", tiny_target)
+
+
+@pytest.fixture
+def cfg(tiny_target: Path, drafter: Path, tmp_path: Path) -> Config:
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    return configure(
+        "+experiment=smoke",
+        "model=llama",
+        f"model.path={tiny_target}",
+        "dataset=jsonl",
+        f"dataset.sources.train.path={tmp_path / 'asked.jsonl'}",
+        f"inputs.drafter={drafter}",
+        f"evaluate.sets=[{tmp_path / 'asked.jsonl'}]",
+        "evaluate.prompts_per_set=3",
+        "evaluate.baselines=[]",
+        f"output_dir={tmp_path / 'outputs'}",
+    )
+
+
+def change(cfg: Config, group: str, **fields: Any) -> Config:
+    return dataclasses.replace(cfg, **{group: dataclasses.replace(getattr(cfg, group), **fields)})
+
+
+def test_export_writes_a_folder_with_card_and_manifest_once(cfg: Config, tiny_target: Path) -> None:
+    metrics, run = run_stage("export", cfg)
+    folder = Path(metrics["folder"])
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "manifest.json",
+    }
+    assert metrics["checks"]["logits_equal"]
+    card = (folder / "README.md").read_text()
+    for part in (f"vllm serve {tiny_target}", f'"model": "{folder}", "num_speculative_tokens": 3', "[1, 3, 4]", "1.5"):
+        assert part in card
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["drafter"] == "abc"
+    assert manifest["training"]["steps"] == 7
+    assert (run.folder / "export").resolve() == folder
+
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    again, _ = run_stage("export", cfg)
+    assert again == metrics
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_s8_a_half_written_drafter_is_refused(cfg: Config, tmp_path: Path) -> None:
+    (tmp_path / "drafters" / "x.partial").mkdir(parents=True)
+    with pytest.raises(RequestError, match=r"half-written.*eagle3 stage=train"):
+        run_stage("export", change(cfg, "inputs", drafter=str(tmp_path / "drafters" / "x")))
+
+
+def test_another_server_is_refused_naming_those_that_are_supported(cfg: Config) -> None:
+    with pytest.raises(RequestError, match=r"export\.target.*sglang.*vllm"):
+        configure("export.target=sglang")
+
+
+def test_a_short_drafter_warns(cfg: Config, tiny_target: Path, tmp_path: Path, caplog: Any) -> None:
+    short = write_drafter(tmp_path / "short", tiny_target, max_position_embeddings=64)
+    with caplog.at_level(logging.WARNING, logger="eagle3"):
+        run_stage("export", change(cfg, "inputs", drafter=str(short)))
+    assert "max_position_embeddings=64" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_dtype_is_the_users_choice(cfg: Config, dtype: str) -> None:
+    metrics, _ = run_stage("export", change(cfg, "export", dtype=dtype))
+    assert json.loads((Path(metrics["folder"]) / "config.json").read_text())["dtype"] == dtype
+
+
+def test_evaluate_reports_every_set_and_prompt(cfg: Config) -> None:
+    metrics, run = run_stage("evaluate", cfg)
+    assert metrics["sets"].keys() == {"asked"}
+    for summary in (metrics, metrics["sets"]["asked"]):
+        assert set(summary) >= METRICS
+        assert (summary["k"], summary["temperature"], summary["lossless"]) == (3, 0.0, True)
+    assert metrics["simulated_acceptance_length"] == 1.5
+    assert (metrics["prompts"], metrics["skipped"]) == (3, 0)
+
+    found = json.loads((run.folder / "evaluation.json").read_text())
+    setting = found["setting"]
+    assert setting["engine"]["name"] == "transformers"
+    assert set(setting) >= {"k", "temperature", "max_new_tokens", "target", "prompts", "drafter"}
+    assert setting["target"]["chat_template"]
+    assert [record["key"] for record in found["prompts"]] == ["asked:0", "asked:1", "asked:2"]
+    for record in found["prompts"]:
+        assert record["identical"] or record["difference"]["tie"]
+        assert record["new_tokens"] <= 16
+        assert record["accepted_by_round"]
+    assert "acceptance length" in (run.folder / "run.log").read_text()
+
+
+def test_evaluate_takes_the_exported_folder(cfg: Config) -> None:
+    direct, _ = run_stage("evaluate", cfg)
+    exported, _ = run_stage("export", cfg)
+    by_lineage, run = run_stage("evaluate", cfg)
+    named, _ = run_stage("evaluate", change(cfg, "inputs", drafter=None, export=exported["folder"]))
+    assert by_lineage["drafter"] == named["drafter"] == exported["folder"] != direct["drafter"]
+    assert json.loads((run.folder / "artifacts.json").read_text())["read"][0]["kind"] == "export"
+    for metrics in (by_lineage, named):
+        assert metrics["acceptance_length_all"] == direct["acceptance_length_all"]
+        assert metrics["simulated_acceptance_length"] == 1.5
+
+
+def test_nothing_exported_names_the_command_that_does(cfg: Config) -> None:
+    with pytest.raises(RequestError, match=r"eagle3 stage=export"):
+        run_stage("evaluate", change(cfg, "inputs", drafter=None, export="0123456789abcdef"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": 0.7}, r"evaluate\.temperature: found 0\.7, expected 0"),
+        ({"baselines": ["trigram"]}, r"evaluate\.baselines: found \['trigram'\].*untrained.*bigram"),
+        ({"sets": []}, r"evaluate\.sets"),
+        ({"sets": ["nowhere.jsonl"]}, r"evaluate\.sets: found 'nowhere\.jsonl'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_loads(cfg: Config, fields: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        run_stage("evaluate", change(cfg, "evaluate", **fields))
+
+
+def test_an_engine_that_cannot_decode_is_refused_before_it_loads(cfg: Config) -> None:
+    with pytest.raises(RequestError, match=r"hardware\.engine: found 'vllm', expected transformers"):
+        run_stage("evaluate", change(cfg, "hardware", engine="vllm"))
+
+
+def test_a_prompt_that_leaves_no_room_is_skipped_and_counted(cfg: Config, tmp_path: Path) -> None:
+    rows = [{"prompt": "word " * 2000}, {"prompt": "short"}]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics, _ = run_stage("evaluate", change(cfg, "evaluate", sets=[str(tmp_path / "long.jsonl")]))
+    assert (metrics["prompts"], metrics["skipped"]) == (1, 1)
+
+
+def test_e13_a_drafter_of_another_target_warns(cfg: Config, tmp_path: Path, caplog: Any) -> None:
+    exported, _ = run_stage("export", cfg)
+    path = Path(exported["folder"]) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["target"]["quantization"] = "fp8"
+    path.write_text(json.dumps(manifest))
+    with caplog.at_level(logging.WARNING, logger="eagle3"):
+        run_stage("evaluate", cfg)
+    assert "made for another target: quantization: fp8, None" in caplog.text
+
+
+def test_a_text_that_the_drafter_changed_fails_the_stage(cfg: Config) -> None:
+    run = Run.start(cfg, [])
+    plain, speculative = Decoded([1, 2], "length", 0, (), 1.0), Decoded([1, 3], "length", 3, (0,), 1.0)
+    acceptance = {OURS: speculative.acceptance}
+
+    def result(margin: float) -> PromptResult:
+        difference = Difference(1, 2, 3, margin=margin, tolerance=1e-4)
+        return PromptResult("own:4", 9, plain, speculative, difference, acceptance, "")
+
+    _check_lossless(run, {"own": [result(1e-6)]})
+    with pytest.raises(StageFailed, match=r"1 outputs.*own own:4: at new token 1 .* 2 plainly, 3 .*0\.25 above"):
+        _check_lossless(run, {"own": [result(1e-6), result(0.25)]})
+    run.finish("done", 0)
