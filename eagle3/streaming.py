@@ -30,9 +30,12 @@ FIRST_SAMPLES = 10
 
 @runtime_checkable
 class ShardEngine(Protocol):
-    """An engine that writes shards by itself; `longest_sample` is the most tokens that it takes."""
+    """An engine that writes shards by itself."""
 
-    longest_sample: int
+    @property
+    def longest_sample(self) -> int:
+        """The most tokens of a sample that it takes."""
+        ...
 
     def info(self) -> EngineInfo:
         """What is loaded."""

@@ -1,4 +1,4 @@
-"""Checkpoints with true configs, indexes, headers and sizes whose data is a hole in the file: any size costs nothing."""
+"""Checkpoints with true configs, indexes, headers and sizes whose data is a hole in the file: size costs nothing."""
 
 from __future__ import annotations
 
