@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.numpy
+import safetensors
 
 from eagle3.errors import StoreError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from eagle3.tokens import Sample
 
 INDEX_NAME = "index.safetensors"
+SAFETENSORS_DTYPES = {"uint8": "U8", "int32": "I32", "int64": "I64"}
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def write_index(
     starts = plan.starts
     empty_ids, empty_mask = np.empty(0, np.int32), np.empty(0, np.uint8)
     tensors = {
-        "sample_ids": np.frombuffer(ids, dtype=np.uint8).reshape(len(kept), width),
         "rows": np.array([plan.rows[m] for m in kept], dtype=np.int64),
         "members": np.array(kept, dtype=np.int64),
         "starts": np.array([starts[m] for m in kept], dtype=np.int64),
         "lengths": np.array([plan.lengths[m] for m in kept], dtype=np.int64),
         "input_ids": np.concatenate([empty_ids, *(samples[m].input_ids.astype(np.int32) for m in kept)]),
         "loss_mask": np.concatenate([empty_mask, *(samples[m].loss_mask.astype(np.uint8) for m in kept)]),
+        "sample_ids": np.frombuffer(ids, dtype=np.uint8).reshape(len(kept), width),
     }
     metadata = {
         "checksum": str(_sum_of(tensors)),
@@ -98,7 +99,7 @@ def write_index(
         "engine": json.dumps(dict(engine), sort_keys=True),
     }
     with path.open("wb") as file:
-        file.write(safetensors.numpy.save(tensors, metadata))
+        file.write(_serialize(tensors, metadata))
         file.flush()
         os.fsync(file.fileno())
 
@@ -107,6 +108,24 @@ def index_bytes(plan: ShardPlan) -> int:
     """About the size of a shard's index before it is written."""
     width = max((len(sample_id) for sample_id in plan.sample_ids), default=0)
     return 800 + len(plan.rows) * (width + 4 * 8) + plan.tokens * 5
+
+
+def _serialize(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file's bytes, the same each time: the library's own writer orders the metadata at random."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in tensors.items():
+        after = offset + tensor.nbytes
+        entries[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, after],
+        }
+        offset = after
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    parts = [len(header).to_bytes(8, "little"), header, *(tensor.tobytes() for tensor in tensors.values())]
+    return b"".join(parts)
 
 
 def _sum_of(tensors: Mapping[str, np.ndarray]) -> int:

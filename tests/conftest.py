@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from eagle3.config import Config, HardwareConfig, LayersConfig, ModelConfig
-from eagle3.tokens import Sample, sample_id
+from eagle3.prepared import PreparedWriter
+from eagle3.tokens import Sample, Tokens, sample_id
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -123,3 +125,16 @@ def random_samples(lengths: Sequence[int], vocab_size: int = 400, seed: int = 0)
         mask = np.arange(length) >= length // 2
         samples.append(Sample(sample_id(input_ids), input_ids, mask, "train", f"random:{row}"))
     return samples
+
+
+def write_prepared(folder: Path, samples: Sequence[Sample]) -> Path:
+    """Writes samples as a complete prepared artifact's folder."""
+    folder.mkdir(parents=True)
+    with PreparedWriter(folder) as writer:
+        for sample in samples:
+            writer.add(Tokens(sample.input_ids, sample.loss_mask), sample.key, sample.key.encode())
+        writer.finish(validation_samples=0, seed=0, vocab_size=400, heldout=[])
+    manifest = {"kind": "prepared", "id": folder.name, "metrics": {"samples": len(samples)}, "special_ids": [0, 1, 2]}
+    manifest |= {"stop_ids": [2], "vocab_size": 400, "tokenizer_hash": "tiny"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder

@@ -1,0 +1,243 @@
+"""The store's reader: equal tensors by map and by read, bounded open files, and refusals that name the sample."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import mmap
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3 import store as store_module
+from eagle3.checkpoint import open_target
+from eagle3.errors import RequestError, StoreError
+from eagle3.shards import ShardWriter, shards_at
+from eagle3.store import StatesStore
+from eagle3.tokens import Prepared, Sample, sample_id
+from tests.conftest import random_samples, target_config, write_prepared
+from tests.test_shards import ENGINE, LAYERS, LAYOUT, states_of
+
+LENGTHS = [5, 30, 12, 100, 64, 7, 9, 1]
+
+
+def write_store(
+    folder: Path, samples: Sequence[Sample], first_rows: Sequence[int] = (0, 3, 6), **manifest: Any
+) -> Path:
+    plans = shards_at(first_rows, [len(sample.input_ids) for sample in samples], [sample.id for sample in samples])
+    for plan in plans:
+        members = [samples[row] for row in plan.rows]
+        with ShardWriter(folder, LAYOUT, plan, LAYERS) as writer:
+            for sample in members:
+                writer.write(sample.id, states_of(sample))
+            writer.close(members, ENGINE)
+    written = {"hidden_size": 6, "dtype": "bfloat16", "final_id": 4, "layer_ids": list(LAYERS), **manifest}
+    written["shards"] = [{"name": plan.name} for plan in plans]
+    (folder / "manifest.json").write_text(json.dumps(written))
+    return folder
+
+
+@pytest.fixture
+def samples() -> list[Sample]:
+    return random_samples(LENGTHS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, samples: list[Sample]) -> Path:
+    return write_store(tmp_path / "states", samples)
+
+
+@pytest.mark.parametrize("read_mode", ["mmap", "eager"])
+def test_every_sample_is_read_back(folder: Path, samples: list[Sample], read_mode: str):
+    """S5: both read modes give the rows that were written, one contiguous slice a layer."""
+    store = StatesStore.open(folder, read_mode)
+    assert (len(store), store.layer_ids, store.final_id) == (8, (1, 2, 4), 4)
+    assert store.sample_ids == [sample.id for sample in samples]
+    assert store.lengths.tolist() == LENGTHS
+    for sample in reversed(samples):
+        states = store.read(sample.id, [4, 1])
+        assert list(states) == [4, 1]
+        for k, state in states.items():
+            assert torch.equal(state, states_of(sample)[k].bfloat16())
+            assert state.is_contiguous()
+        assert np.array_equal(store.input_ids(sample.id), sample.input_ids)
+    store.close()
+
+
+def test_open_files_are_bounded_and_old_tensors_live_on(
+    folder: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store_module, "MAX_OPEN_FILES", 2)
+    store = StatesStore.open(folder)
+    read = {sample.id: store.read(sample.id, LAYERS) for sample in samples}
+    assert len(store._open) == 2
+    for sample in samples:
+        assert torch.equal(read[sample.id][2], states_of(sample)[2].bfloat16())
+
+
+def test_a_store_travels_to_worker_processes(folder: Path, samples: list[Sample]):
+    store = StatesStore.open(folder)
+    store.read(samples[0].id, LAYERS)
+    copy = pickle.loads(pickle.dumps(store))
+    assert torch.equal(copy.read(samples[3].id, [1])[1], store.read(samples[3].id, [1])[1])
+
+
+def test_no_maps_on_this_file_system(
+    folder: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """S5: ENODEV from mmap means eager reading, with one warning."""
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    store = StatesStore.open(folder)
+    with caplog.at_level(logging.WARNING, "eagle3"):
+        for sample in samples:
+            assert torch.equal(store.read(sample.id, [2])[2], states_of(sample)[2].bfloat16())
+    assert [record.message for record in caplog.records if "cannot map files" in record.message] == [
+        f"{folder / 'shard-00000' / 'layer-002.safetensors'}: this file system cannot map files; reading eagerly from "
+        "here on"
+    ]
+
+
+@pytest.mark.parametrize("when", ["before", "while open"])
+def test_a_file_that_was_cut_off_is_named(folder: Path, samples: list[Sample], when: str):
+    """S6: eager reading of a shortened file is an error with its name, not a dead worker."""
+    store, path = StatesStore.open(folder, "eager"), folder / "shard-00000" / "layer-001.safetensors"
+    if when == "while open":
+        store.read(samples[0].id, [1])
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 30)
+    with pytest.raises(StoreError, match=r"shard-00000/layer-001\.safetensors: ended early.*stage=verify"):
+        store.read(samples[2].id, [1])
+    assert store.read(samples[0].id, [1])
+    store.close()
+
+
+def test_a_file_that_was_cut_off_before_it_is_mapped(folder: Path, samples: list[Sample]):
+    path = folder / "shard-00000" / "layer-001.safetensors"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(StoreError, match=r"layer-001\.safetensors: is shorter than its index says"):
+        StatesStore.open(folder).read(samples[2].id, [1])
+    path.write_bytes(b"")
+    with pytest.raises(StoreError, match=r"layer-001\.safetensors: .*header"):
+        StatesStore.open(folder).read(samples[2].id, [1])
+    path.unlink()
+    with pytest.raises(StoreError, match=r"layer-001\.safetensors: cannot be opened"):
+        StatesStore.open(folder).read(samples[2].id, [1])
+
+
+def test_reading_does_not_grow_anonymous_memory(tmp_path: Path):
+    """Mapped states are the file's own pages: reading 200 MB of them leaves the process's own memory alone."""
+
+    def anonymous_bytes() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+    samples = random_samples([4000] * 4)
+    wide = write_wide_store(tmp_path / "wide", samples, hidden_size=3000)
+    store = StatesStore.open(wide)
+    store.read(samples[0].id, [1])
+    before = anonymous_bytes()
+    total = sum(float(store.read(sample.id, [1])[1][::64].float().sum()) for sample in samples)
+    assert total == 0.0
+    assert anonymous_bytes() - before < 20e6
+
+
+def write_wide_store(folder: Path, samples: Sequence[Sample], hidden_size: int) -> Path:
+    """A store of one layer of zeros, written sparse."""
+    from eagle3.shards import Layout
+
+    plan = shards_at([0], [len(sample.input_ids) for sample in samples], [sample.id for sample in samples])[0]
+    with ShardWriter(folder, Layout(hidden_size, "bfloat16", 2), plan, (1,)) as writer:
+        for sample in samples:
+            writer.accept(sample.id, {1: 0})
+        writer.close(samples, ENGINE)
+    manifest = {"hidden_size": hidden_size, "dtype": "bfloat16", "final_id": 2, "layer_ids": [1]}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "shards": [{"name": plan.name}]}))
+    return folder
+
+
+def test_unknown_sample_layer_or_mode(folder: Path, samples: list[Sample]):
+    store = StatesStore.open(folder)
+    assert samples[0].id in store
+    assert "nobody" not in store
+    with pytest.raises(RequestError, match="sample nobody is not in this store of 8 samples"):
+        store.read("nobody", [1])
+    with pytest.raises(RequestError, match=r"holds layers \[1, 2, 4\], asked for 3; .*layers\.ids=\[3\]"):
+        store.read(samples[0].id, [3])
+    with pytest.raises(RequestError, match=r"^store\.read_mode: found 'fast'"):
+        StatesStore.open(folder, "fast")
+
+
+def test_a_folder_that_is_no_store(tmp_path: Path, folder: Path):
+    """Bad input: a half-written artifact, a broken manifest, an index that is gone."""
+    with pytest.raises(RequestError, match=r"found no manifest\.json.*stage=extract"):
+        StatesStore.open(tmp_path)
+    index = folder / "shard-00001" / "index.safetensors"
+    index.rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"shard-00001/index\.safetensors: cannot be read"):
+        StatesStore.open(folder)
+    (folder / "manifest.json").write_text('{"shards": [')
+    with pytest.raises(StoreError, match=r"manifest\.json: is no manifest of a states store"):
+        StatesStore.open(folder)
+
+
+def test_states_of_the_same_samples_pass(folder: Path, samples: list[Sample], tmp_path: Path):
+    StatesStore.open(folder).verify(Prepared.open(write_prepared(tmp_path / "prepared", samples)))
+
+
+def renamed(input_ids: np.ndarray, sample: Sample) -> Sample:
+    return Sample(sample_id(input_ids), input_ids, np.ones(len(input_ids), bool), "train", sample.key)
+
+
+def test_other_token_ids_are_named_with_the_first_position(folder: Path, samples: list[Sample], tmp_path: Path):
+    """S10: a changed template gives other ids in the same row; sample and first differing position are named."""
+    input_ids = samples[3].input_ids.copy()
+    input_ids[[41, 70]] = 1, 2
+    changed = [*samples[:3], renamed(input_ids, samples[3]), *samples[4:]]
+    prepared = Prepared.open(write_prepared(tmp_path / "prepared", changed))
+    with pytest.raises(RequestError, match="first difference at position 41") as refusal:
+        StatesStore.open(folder).verify(prepared)
+    message = str(refusal.value)
+    assert f"sample {samples[3].id} (row 3 of the prepared set)" in message
+    assert f"{samples[3].input_ids[41]} stored, 1 prepared (100 and 100 tokens)" in message
+
+
+def test_a_longer_sample_differs_where_the_other_ends(folder: Path, samples: list[Sample], tmp_path: Path):
+    """S10: equal as far as both go."""
+    longer = np.append(samples[0].input_ids, [9, 9]).astype(np.int32)
+    prepared = Prepared.open(write_prepared(tmp_path / "prepared", [renamed(longer, samples[0]), *samples[1:]]))
+    with pytest.raises(RequestError, match=r"first difference at position 5, nothing stored, 9 prepared \(5 and 7"):
+        StatesStore.open(folder).verify(prepared)
+
+
+def test_another_prompt_set(folder: Path, samples: list[Sample], tmp_path: Path):
+    """Bad input: states of another prompt set, or of fewer or more samples than are prepared."""
+    other = Prepared.open(write_prepared(tmp_path / "other", random_samples(LENGTHS, seed=9)))
+    with pytest.raises(RequestError, match="first difference at position 0"):
+        StatesStore.open(folder).verify(other)
+    more = Prepared.open(write_prepared(tmp_path / "more", [*samples, *random_samples([4], seed=9)]))
+    with pytest.raises(RequestError, match=r"1 of 9 prepared samples have no states here.*stage=extract"):
+        StatesStore.open(folder).verify(more)
+    fewer = Prepared.open(write_prepared(tmp_path / "fewer", samples[:-1]))
+    with pytest.raises(RequestError, match=r"row 7 of the prepared set.*1 stored|nothing prepared"):
+        StatesStore.open(folder).verify(fewer)
+
+
+def test_states_of_another_target(tmp_path: Path, samples: list[Sample], tiny_target: Path):
+    """E13: another numeric form, revision or template of the target is refused with what differs."""
+    target = open_target(target_config(tiny_target))
+    folder = write_store(tmp_path / "states", samples, target=target.fingerprint())
+    StatesStore.open(folder).check_target(target)
+    target.__dict__.pop("_fingerprint")
+    target.model.quantization = "fp8"
+    with pytest.raises(RequestError, match=r"another target than model\.path=.*: quantization None against 'fp8'"):
+        StatesStore.open(folder).check_target(target)
