@@ -85,6 +85,7 @@ def server_config(shape: DrafterShape, target: TargetShape, dtype: torch.dtype) 
     dtype_name = str(dtype).removeprefix("torch.")
     layer_ids = list(shape.layer_ids)
     rope = shape.rope_scaling or {"rope_type": "default"}
+    eos = target.eos_token_ids
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -102,7 +103,7 @@ def server_config(shape: DrafterShape, target: TargetShape, dtype: torch.dtype) 
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": target.bos_token_id,
-        "eos_token_id": list(target.eos_token_ids),
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
     }

@@ -51,7 +51,9 @@ def write_drafter(folder: Path, tiny_target: Path, **shape: Any) -> Path:
     folder.mkdir(parents=True)
     torch.manual_seed(1)
     save_drafter(Eagle3Drafter(DrafterShape(**{**sizes, **shape}), embedding.detach()), folder)
-    manifest = {"kind": "drafter", "id": "abc", "metrics": {"simulated_acceptance_length": 1.5, "steps": 7}}
+    validation = {"simulated_acceptance_length/k_2": 1.4, "simulated_acceptance_length/k_3": 1.5}
+    metrics = {"steps": 7000, "simulated_acceptance_length": 1.6, "validation": validation}
+    manifest = {"kind": "drafter", "id": "abc", "metrics": metrics}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -93,11 +95,17 @@ def test_export_writes_a_folder_with_card_and_manifest_once(cfg: Config, tiny_ta
     }
     assert metrics["checks"]["logits_equal"]
     card = (folder / "README.md").read_text()
-    for part in (f"vllm serve {tiny_target}", f'"model": "{folder}", "num_speculative_tokens": 3', "[1, 3, 4]", "1.5"):
+    for part in (
+        f"vllm serve {tiny_target}",
+        f'"model": "{folder}", "num_speculative_tokens": 3',
+        "[1, 3, 4]",
+        "7,000",
+        "1.600",
+    ):
         assert part in card
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["drafter"] == "abc"
-    assert manifest["training"]["steps"] == 7
+    assert manifest["training"]["steps"] == 7000
     assert (run.folder / "export").resolve() == folder
 
     written = (folder / "model.safetensors").stat().st_mtime_ns
@@ -144,8 +152,8 @@ def test_evaluate_reports_every_set_and_prompt(cfg: Config) -> None:
     assert setting["engine"]["name"] == "transformers"
     assert set(setting) >= {"k", "temperature", "max_new_tokens", "target", "prompts", "drafter"}
     assert setting["target"]["chat_template"]
-    assert [record["key"] for record in found["prompts"]] == ["asked:0", "asked:1", "asked:2"]
-    for record in found["prompts"]:
+    assert [record["key"] for record in found["records"]] == ["asked:0", "asked:1", "asked:2"]
+    for record in found["records"]:
         assert record["identical"] or record["difference"]["tie"]
         assert record["new_tokens"] <= 16
         assert record["accepted_by_round"]

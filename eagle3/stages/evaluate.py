@@ -85,7 +85,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     }
     every = summarize([result for found in results.values() for result in found], k, temperature)
     trained = manifest["training" if measured.kind == "export" else "metrics"]
-    simulated = trained.get(f"simulated_acceptance_length/k_{k}", trained.get("simulated_acceptance_length"))
+    simulated = trained.get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
     metrics = {
         **every,
         "skipped": sum(skipped.values()),
@@ -94,7 +94,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         "sets": summaries,
     }
     records = [{"set": name, **result.record()} for name, found in results.items() for result in found]
-    write_json(run.folder / RESULT, {"setting": setting, **metrics, "prompts": records})
+    write_json(run.folder / RESULT, {"setting": setting, **metrics, "records": records})
     run.show(table(summaries, cfg.evaluate.baselines, k, f"drafter {measured.folder}"))
     real = every["acceptance_length"]
     if real is not None and simulated is not None:

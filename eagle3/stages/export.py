@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,9 +108,11 @@ def _model_card(
     manifest = source.manifest()
     metrics = manifest.get("metrics", {})
     speculative = f'{{"method": "eagle3", "model": "{artifact.folder}", "num_speculative_tokens": {cfg.evaluate.k}}}'
-    model = target.folder if cfg.model.path.startswith("asset:") else cfg.model.path
+    packaged = cfg.model.path.startswith("asset:")
+    model, revision = target.folder if packaged else cfg.model.path, cfg.model.revision
+    choice = f"model={cfg.model.name}" + ("" if packaged else f" model.path={shlex.quote(cfg.model.path)}")
     facts = {
-        "Target": f"{cfg.model.path} ({target.shape.architecture}), revision {cfg.model.revision or 'unnamed'}",
+        "Target": f"{cfg.model.path} ({target.shape.architecture})" + (f", revision {revision}" if revision else ""),
         "Layers read": f"{list(shape.layer_ids)} ({layers.CONVENTION})",
         "Draft vocabulary": f"{shape.draft_vocab_size} of {shape.vocab_size} tokens",
         "Longest text": f"{shape.max_position_embeddings} positions",
@@ -123,8 +124,9 @@ def _model_card(
         "tokens": "Tokens trained on",
         "simulated_acceptance_length": "Simulated acceptance length on validation data",
     }.items():
-        if metrics.get(name) is not None:
-            facts[label] = str(metrics[name])
+        value = metrics.get(name)
+        if value is not None:
+            facts[label] = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
     facts["Rounding of logits by the stored dtype"] = f"{checks['rounding']:.2g}"
     return f"""# EAGLE-3 drafter for {cfg.model.name}
 
@@ -138,5 +140,5 @@ Serve it with vLLM:
 
 Measure it with its target, on the CPU or a GPU:
 
-    eagle3 stage=evaluate model={cfg.model.name} inputs.export={shlex.quote(str(Path(artifact.folder)))}
+    eagle3 stage=evaluate {choice} inputs.export={shlex.quote(str(artifact.folder))}
 """
