@@ -116,6 +116,8 @@ class Artifacts:
         self.root = Path(root)
         self.attached = attached
         self.context: dict[str, Any] = {}
+        # Folders that this process completed or extended.
+        self.written: set[Path] = set()
         self._locks: dict[Path, int] = {}
 
     def of(self, kind: str, identity: dict[str, Any]) -> Artifact:
@@ -192,12 +194,14 @@ class Artifacts:
             fsync_folder(Path(folder))
         os.rename(artifact.partial, artifact.folder)
         fsync_folder(artifact.folder.parent)
+        self.written.add(artifact.folder)
         self.release(artifact)
 
     def amend(self, artifact: Artifact, manifest: dict[str, Any]) -> None:
         """Replaces the manifest of a complete artifact (states that gained layers)."""
         if not self.attached:
             write_json(artifact.folder / MANIFEST, self._stamped(artifact, manifest))
+            self.written.add(artifact.folder)
 
     def release(self, artifact: Artifact) -> None:
         """Gives the lock back; nothing happens when it is not held."""

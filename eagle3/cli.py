@@ -13,27 +13,28 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import eagle3.stages
 from eagle3 import plugins, sweep
-from eagle3.config import Config, check_nodes
+from eagle3.config import Config, check_nodes, register_schema
 from eagle3.errors import Eagle3Error, RequestError, StageFailed
 from eagle3.runs import Run
 from eagle3.validation import explain, validate
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 TRAINING_STAGES = ("train", "pipeline")
+PATH_FLAGS = ("-cp", "--config-path", "-cd", "--config-dir")
+VALUE_FLAGS = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cn", "--config-name")
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,10 @@ def compose() -> Composed | None:
         except Eagle3Error as error:
             received.append(error)
 
-    ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    register_schema()
     plugins.register()
     sweep.register()
-    sys.argv[1:] = _absolute_config_path(sys.argv[1:])
+    sys.argv[1:] = arranged(sys.argv[1:])
     arguments: dict[str, Any] = {"config_path": "pkg://eagle3.conf", "config_name": "config", "version_base": "1.3"}
     if "execution_whitelist" in inspect.signature(hydra.main).parameters:
         arguments["execution_whitelist"] = ["eagle3", "lightning"]
@@ -172,16 +173,27 @@ def _short(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _absolute_config_path(arguments: list[str]) -> list[str]:
-    """Hydra takes a relative --config-path as relative to this module; people mean the folder they are in."""
-    found = list(arguments)
-    for i, argument in enumerate(found):
-        if argument in ("-cp", "--config-path") and i + 1 < len(found) and Path(found[i + 1]).is_dir():
-            found[i + 1] = str(Path(found[i + 1]).absolute())
-        name, _, value = argument.partition("=")
-        if name in ("-cp", "--config-path") and value and Path(value).is_dir():
-            found[i] = f"{name}={Path(value).absolute()}"
-    return found
+def arranged(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line as Hydra wants them: overrides in one block, --config-path absolute.
+
+    Hydra refuses overrides on both sides of a flag, and takes a relative --config-path as relative to this module,
+    where people mean the folder they are in.
+    """
+    overrides, flags = [], []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            overrides.append(word)
+        elif name in PATH_FLAGS and (equals or words):
+            folder = Path(value if equals else words.pop(0))
+            flags += [name, str(folder.absolute() if folder.is_dir() else folder)]
+        else:
+            flags.append(word)
+            if word in VALUE_FLAGS and words and "=" not in words[0]:
+                flags.append(words.pop(0))
+    return overrides + flags
 
 
 @contextmanager

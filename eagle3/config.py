@@ -170,6 +170,7 @@ class TrainerConfig:
     compile: bool = False
     profile: bool = False
     lightning: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
     datamodule: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
 
@@ -259,6 +260,28 @@ class Config:
     cache_dir: str | None = None
     seed: int = 0
     dry_run: bool = False
+
+
+@dataclass
+class OpenDatasetConfig(DatasetConfig):
+    """The data as Hydra composes it: it takes no new entry of a typed dict from the command line, so that sources get
+    their type later, in `validation`."""
+
+    sources: dict[str, Any] = field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass
+class ComposedConfig(Config):
+    """The schema that Hydra composes into."""
+
+    dataset: DatasetConfig = field(default_factory=OpenDatasetConfig)
+
+
+def register_schema() -> None:
+    """Makes `eagle3_schema`, which conf/application.yaml lists first, known to Hydra."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="eagle3_schema", node=ComposedConfig, provider="eagle3")
 
 
 def locate(node: dict[str, Any], where: str) -> Any:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 FOLDER_VARIABLE = "EAGLE3_RUN_FOLDER"
+WIDTH = 140
 CONFIG_HEADER = """\
 # The whole configuration of this run, resolved. `eagle3 -cp <this folder>` repeats it; values can be overridden there.
 defaults:
@@ -78,7 +80,8 @@ class Run:
         self.folder = folder
         self.rank = rank
         self.artifacts = Artifacts(Path(cfg.output_dir).absolute() / "artifacts", attached=rank > 0)
-        self.console = Console(quiet=rank > 0)
+        # Tables in a file or a pipe are as wide as they need to be.
+        self.console = Console(quiet=rank > 0, width=None if sys.stdout.isatty() else WIDTH)
         self.log = logging.getLogger("eagle3")
         self.status = "running"
         self._terminal = Console(stderr=True, quiet=rank > 0)
@@ -145,8 +148,8 @@ class Run:
         return self._note_artifact("read", artifact)
 
     def wrote(self, artifact: Artifact) -> Artifact:
-        """Notes that this run made (or extended) the artifact."""
-        return self._note_artifact("wrote", artifact)
+        """Notes that this run made or extended the artifact; one that was complete already counts as read."""
+        return self._note_artifact("wrote" if artifact.folder in self.artifacts.written else "read", artifact)
 
     def note(self, **facts: Any) -> None:
         """Adds facts to provenance.json: the adapter, the engine and its version, ..."""
@@ -164,7 +167,7 @@ class Run:
         """Prints a table or a text to the terminal and to run.log."""
         self.console.print(renderable)
         with open(self._log_file, "a", encoding="utf-8") as file:
-            Console(file=file, width=140, no_color=True).print(renderable)
+            Console(file=file, width=WIDTH, no_color=True).print(renderable)
 
     def progress(self, total: float, unit: str, what: str) -> AbstractContextManager[Advance]:
         """Shows how far `what` is: yields `advance(n)`, n in `unit`s of `total`."""

@@ -31,11 +31,12 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from eagle3 import layers
 from eagle3.artifacts import digest, drop_lock, take_lock, write_json
 from eagle3.config import Config
 from eagle3.errors import RequestError, StageFailed
 from eagle3.progress import duration
-from eagle3.validation import explain, validate
+from eagle3.validation import explain, known_depth, validate
 
 # Stages that need hidden states of all the layers that a sweep asks for.
 READS_STATES = ("extract", "train", "pipeline")
@@ -107,8 +108,8 @@ def union_requests(jobs: Sequence[Job]) -> list[tuple[Job, list[Any]]]:
     for members in groups.values():
         selections: list[Any] = []
         for job in members:
-            layers = job.cfg.layers
-            for selection in (layers.ids if layers.ids is not None else layers.fractions, *layers.also):
+            own = job.cfg.layers
+            for selection in (own.ids if own.ids is not None else own.fractions, *own.also):
                 if selection not in selections:
                     selections.append(selection)
         if len(selections) > 1:
@@ -144,7 +145,9 @@ class ProcessLauncher(Launcher):
         write_json(self.folder / "index.json", index)
         summarize(self.folder, index)
         waiting = [job for job in jobs if not _done(self.folder / job.name)]
-        self.console.print(f"sweep of {len(jobs)} jobs, {len(jobs) - len(waiting)} of them done already: {self.folder}")
+        self.console.print(
+            f"sweep of {len(jobs)} jobs, {len(jobs) - len(waiting)} of them done already: {self.folder}", soft_wrap=True
+        )
         self._capture_union(jobs if waiting else [])
         for number, job in enumerate(jobs, 1):
             if job not in waiting:
@@ -166,7 +169,10 @@ class ProcessLauncher(Launcher):
         for name, overrides in zip(job_names(job_overrides), job_overrides, strict=True):
             try:
                 node = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-                jobs.append(Job(name, tuple(overrides), validate(_application(node))))
+                cfg = validate(_application(node))
+                if cfg.stage.name in READS_STATES and (depth := known_depth(cfg.model)) is not None:
+                    layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
+                jobs.append(Job(name, tuple(overrides), cfg))
             except RequestError as error:
                 faults.append(f"job {name}: {error}")
             except Exception as error:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eagle3.config import Config
+from eagle3.config import Config, ModelConfig
 from eagle3.errors import RequestError
 
 
@@ -32,7 +34,8 @@ def validate(node: DictConfig | dict[str, Any]) -> Config:
         faults += [_missing(path) for path in sorted(OmegaConf.missing_keys(node))]
         if faults:
             raise _refusal(faults)
-        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), node))
+        values = OmegaConf.to_container(node, resolve=True)
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     except OmegaConfBaseException as error:
         raise RequestError(explain(error)) from error
     assert isinstance(cfg, Config)
@@ -40,6 +43,17 @@ def validate(node: DictConfig | dict[str, Any]) -> Config:
     if faults:
         raise _refusal(faults)
     return cfg
+
+
+def known_depth(model: ModelConfig) -> int | None:
+    """How many decoder layers the target has, as far as its config says so without torch and without a download."""
+    if model.num_hidden_layers is not None:
+        return model.num_hidden_layers
+    try:
+        config = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # the checkpoint is not there yet, or its reader will say what is wrong with it
 
 
 def _refusal(faults: list[str]) -> RequestError:
@@ -116,6 +130,10 @@ def nearest(path: str) -> list[str]:
 
 
 def _unknown(path: str) -> str:
+    if path in siblings(path):
+        return f"{path}: has no value here that could be replaced; add one with +{path}=VALUE"
+    if path.startswith("dataset.sources.") and path.count(".") == 2:
+        return f"{path}: there is no such source; add one with +{path}.path=FILE"
     close = nearest(path)
     if close:
         return f"{path}: there is no such field; did you mean {' or '.join(close)}?"
@@ -227,6 +245,8 @@ def _explain_override(override: str) -> str:
 def _explain_field(path: str, text: str) -> str:
     if "not in '" in text or "not in struct" in text:
         return _unknown(path)
+    if "missing mandatory value" in text:
+        return _missing(path)
     if "is not a ListConfig, list or tuple" in text:
         return f"{path}: found a single value, expected a list; write '{path}=[...]' (in quotes)"
     found = re.match(r"Value ('.*?') .*(?:converted to|not a valid) (\w+)", text)

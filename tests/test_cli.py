@@ -138,6 +138,53 @@ def test_a_list_of_layers_is_one_job(ids: str, here: Path, monkeypatch: pytest.M
     assert config["layers"]["ids"] == [2, 30, 58]
 
 
+def test_sources_are_added_on_the_command_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["dataset=jsonl", "dataset.sources.train.path=a.jsonl", "dataset.sources.train.limit=5"]
+    more = ["+dataset.sources.more.path=b.jsonl", "+dataset.sources.held={path: c.jsonl, role: heldout}"]
+    assert eagle(monkeypatch, *words, *more, "stage.name=echo") == 0
+    sources = yaml.safe_load((only_run(here) / "config.yaml").read_text())["dataset"]["sources"]
+    assert {name: (s["path"], s["role"], s["limit"]) for name, s in sources.items()} == {
+        "train": ("a.jsonl", "train", 5),
+        "more": ("b.jsonl", "train", None),
+        "held": ("c.jsonl", "heldout", None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("dataset.sources.mine.path=x", "no such source; add one with +dataset.sources.mine.path=FILE"),
+        ("+dataset.sources.mine.limit=3", "dataset.sources.mine.path: has no value"),
+        ("+dataset.sources.mine={path: x, rolle: train}", "did you mean dataset.sources.mine.role?"),
+        (
+            "+dataset.sources.mine={path: x, limit: many}",
+            "dataset.sources.mine.limit: found 'many', expected a whole number",
+        ),
+        (
+            "+dataset.sources.mine={path: x, role: test}",
+            "dataset.sources.mine.role: found 'test', expected train or heldout",
+        ),
+    ],
+)
+def test_sources_are_checked(
+    given: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert eagle(monkeypatch, given, "stage.name=echo") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_words_may_come_in_any_order(here: Path) -> None:
+    """Hydra wants overrides in one block and takes --config-path as relative to a module."""
+    (here / "a=b").mkdir()
+    words = ["x=1", "-m", "-cp", "a=b", "y=2", "--cfg", "job", "~z", "--config-dir=a=b", "--info", "+q=3"]
+    folder = str(here / "a=b")
+    assert cli.arranged(words) == [
+        *("x=1", "y=2", "~z", "+q=3"),
+        *("-m", "-cp", folder, "--cfg", "job", "--config-dir", folder, "--info"),
+    ]
+    assert cli.arranged(["-cp", "nowhere", "-sc", "query=bash"]) == ["query=bash", "-cp", "nowhere", "-sc"]
+
+
 def test_unknown_adapters_and_their_fields_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

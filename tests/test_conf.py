@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import eagle3.conf
@@ -35,7 +34,7 @@ def options(group: str) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def hydra() -> Iterator[None]:
-    ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    config.register_schema()
     sweep.register()
     with initialize_config_module("eagle3.conf", version_base="1.3"):
         yield

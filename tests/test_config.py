@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+import json
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from eagle3.config import Config, build, check_nodes, choice, number
+from eagle3.config import Config, ModelConfig, build, check_nodes, choice, number
 from eagle3.errors import RequestError, StoreError
-from eagle3.validation import nearest, paths, validate
+from eagle3.validation import known_depth, nearest, paths, validate
 
 GROUPS = ("stage", "model", "hardware", "dataset", "layers", "drafter", "trainer", "logger")
 
@@ -127,6 +129,19 @@ def test_fields_of_the_schema_have_usable_defaults() -> None:
     assert nearest("trainer.lrr") == ["trainer.lr"]
     assert choice("a", "b").metadata["choices"] == ("a", "b")
     assert number(None, least=1).default is None
+
+
+def test_the_depth_is_known_from_the_config_or_the_checkpoint(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path))
+    assert known_depth(model) is None
+    for text in ("{", "[]", "{}", '{"text_config": null}'):
+        (tmp_path / "config.json").write_text(text)
+        assert known_depth(model) is None
+    for config in ({"num_hidden_layers": 10}, {"text_config": {"num_hidden_layers": 10}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert known_depth(model) == 10
+    model.num_hidden_layers = 61
+    assert known_depth(model) == 61
 
 
 class Holder:

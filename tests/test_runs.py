@@ -75,6 +75,18 @@ def test_a_run_leaves_plain_files_that_tell_everything(cfg: Config) -> None:
     assert (line["step"], line["loss"]) == (3, 1.5)
 
 
+def test_a_hit_is_read_and_not_written(cfg: Config) -> None:
+    for expected in ("wrote", "read"):
+        run = Run.start(cfg, [])
+        artifact = run.artifacts.of("prepared", {"a": 1})
+        if not artifact.complete:
+            run.artifacts.begin(artifact)
+            run.artifacts.commit(artifact, {})
+        run.wrote(artifact)
+        run.finish("done", 0)
+        assert [entry["id"] for entry in read(run, "artifacts.json")[expected]] == [artifact.id]
+
+
 def test_a_second_artifact_of_a_kind_gets_a_link_of_its_own(cfg: Config) -> None:
     run = Run.start(cfg, [])
     for value in (1, 2, 2):

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 
 from eagle3 import sweep
-from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig
+from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig, register_schema
 from eagle3.sweep import Job, job_names, summarize, union_requests
 from tests.commands import eagle3, start, write_stages
 
 # Light stand-ins for what the training stages build, so that a child need not import Lightning.
 LIGHT = [
     *("trainer.lightning._target_=builtins.dict", "trainer.datamodule._target_=builtins.dict"),
-    *("drafter.module._target_=builtins.dict", "logger.loggers.csv._target_=builtins.dict"),
+    *("trainer.module._target_=builtins.dict", "drafter.module._target_=builtins.dict"),
+    "logger.loggers.csv._target_=builtins.dict",
 ]
 RECORDER = """
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_jobs_over_other_states_do_not_share_a_capture() -> None:
 
 def test_the_same_grid_has_one_id_in_whatever_order() -> None:
     """S12: the same sweep leads to the same folder."""
-    ConfigStore.instance().store(name="eagle3_schema", node=Config, provider="eagle3")
+    register_schema()
     sweep.register()
 
     def found(*overrides: str) -> str:
@@ -202,6 +202,16 @@ def test_all_jobs_are_checked_before_the_first_starts(tmp_path: Path, env: dict[
     assert "no job was started, 2 are wrong" in done.stderr
     assert "job trainer.lr=-1-layers=late: trainer.lr: found -1.0" in done.stderr
     assert not job_folders(the_sweep(tmp_path))
+
+
+def test_layers_that_the_target_lacks_are_found_before_the_first_job(tmp_path: Path, env: dict[str, str]) -> None:
+    """Known without torch, from the config.json of a local checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 10}}))
+    words = ["-m", "stage=train", "model=llama", "model.path=.", "layers.ids=[1,2,3],[2,30,58]"]
+    done = eagle3(*words, cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert "no job was started, 1 are wrong" in done.stderr
+    assert "layers.ids: found 30 in [2, 30, 58]" in done.stderr
 
 
 def test_ranks_of_a_swept_job_start_no_sweep(tmp_path: Path, env: dict[str, str]) -> None:

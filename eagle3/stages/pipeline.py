@@ -9,15 +9,22 @@ import importlib
 from dataclasses import replace
 from typing import Any
 
+from eagle3 import layers
 from eagle3.config import Config, StageConfig
 from eagle3.runs import Run
+from eagle3.validation import known_depth
 
 # Each stage with the function of its module that says which artifact it makes.
 STAGES = {"prepare": "prepared", "extract": "states", "train": "drafter", "export": "exported", "evaluate": None}
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
-    """Runs the five stages; returns the metrics of each under its name."""
+    """Runs the five stages; returns the metrics of each under its name.
+
+    RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs.
+    """
+    if (depth := known_depth(cfg.model)) is not None:
+        layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
     metrics: dict[str, Any] = {}
     for number, (name, lineage) in enumerate(STAGES.items(), 1):
         stage = importlib.import_module(f"eagle3.stages.{name}")

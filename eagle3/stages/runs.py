@@ -26,10 +26,10 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     root = Path(cfg.output_dir).absolute()
     runs = [row for row in run_rows(root) if row["folder"] != run.folder]
     shown = runs[-cfg.runs.limit :]
-    table = Table("run", "stage", "model", "status", "time", "read", "wrote", title=f"runs in {cfg.output_dir}")
+    table = _table(f"runs in {cfg.output_dir}", "run", "stage", "model", "status", "time", "read", "wrote")
     for row in shown:
         table.add_row(
-            os.path.relpath(row["folder"], root),
+            _name(row["folder"], root),
             *(row["stage"], row["model"], row["status"]),
             "" if row["seconds"] is None else duration(row["seconds"]),
             *(" ".join(row["read"]), " ".join(row["wrote"])),
@@ -38,11 +38,24 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         table.caption = f"{len(runs) - len(shown)} older ones left out; runs.limit={len(runs)} shows all"
     run.show(table)
     artifacts = artifact_rows(run.artifacts.root)
-    table = Table("artifact", "status", "size", "made", "from", "by run", title=f"artifacts in {cfg.output_dir}")
+    table = _table(f"artifacts in {cfg.output_dir}", "artifact", "status", "size", "made", "from", "by run")
     for row in artifacts:
         table.add_row(*(row[key] for key in ("name", "status", "size", "made", "from", "run")))
     run.show(table)
     return {"runs": len(runs), "artifacts": len(artifacts), "bytes": sum(row["bytes"] for row in artifacts)}
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _name(folder: Path, root: Path) -> str:
+    """A run as one finds it below the output folder; stage and model stand in columns of their own."""
+    relative = folder.relative_to(root)
+    return str(relative) if relative.parts[0] == "sweeps" else "-".join(str(relative).split("-")[:6])
 
 
 def run_rows(root: Path) -> list[dict[str, Any]]:
@@ -82,7 +95,7 @@ def artifact_rows(root: Path) -> list[dict[str, Any]]:
                     manifest = Artifact(kind.name, folder.name, folder).manifest()
                     row["made"] = str(manifest.get("created", ""))[:16].replace("T", " ")
                     row["from"] = " ".join(name[: name.find("/") + 9] for name in manifest.get("made_from", []))
-                    row["run"] = Path(manifest.get("run", "")).name
+                    row["run"] = "-".join(Path(manifest.get("run", "")).name.split("-")[:4])
                 except StoreError:
                     row["status"] = f"broken: {'unreadable' if (folder / MANIFEST).exists() else 'no'} {MANIFEST}"
             rows.append(row)
