@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from eagle3.engines import CapturedStates, Engine
 from eagle3.errors import RequestError, StageFailed, StoreError
-from eagle3.shard_index import INDEX_NAME, ShardIndex, index_bytes
+from eagle3.shard_index import INDEX_NAME, ShardIndex, complete_index, index_bytes
 from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file
 from eagle3.streaming import ShardEngine, check_first, stream
 
@@ -208,24 +208,14 @@ class Capture:
         return self.folder / plan.name / self.layout.file_name(layer_id)
 
     def _index(self, plan: ShardPlan) -> ShardIndex:
-        """The shard's index. StoreError when it is absent, broken or of other samples."""
-        path = self.folder / plan.name / INDEX_NAME
-        index = ShardIndex.read(path)
-        if {*index.sample_ids, *index.rejected} != set(plan.sample_ids):
-            raise StoreError(f"{path}: lists other samples than planned; run `eagle3 stage=extract` to make it again")
-        return index
+        return complete_index(self.folder / plan.name, plan)
 
     def settled(self, plan: ShardPlan) -> dict[str, str] | None:
         """Who was rejected, and why, where the shard has a good index and only gains layers; None for a new shard."""
-        return self._index(plan).rejected if self._joins(plan) else None
-
-    def _joins(self, plan: ShardPlan) -> bool:
-        """Whether the shard has a good index, so that new layers join it and its samples are settled."""
         try:
-            self._index(plan)
+            return self._index(plan).rejected
         except StoreError:
-            return False
-        return True
+            return None
 
     def _rejected(self, plan: ShardPlan) -> dict[str, str]:
         return self.settled(plan) or {}

@@ -6,6 +6,7 @@ The index is written last, so that a shard without one is no shard.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,15 @@ class ShardIndex:
             ) from error
 
 
+def complete_index(folder: Path, plan: ShardPlan) -> ShardIndex:
+    """The index of a shard's folder. Raises StoreError when it is absent, torn or of other samples than planned."""
+    path = folder / INDEX_NAME
+    index = ShardIndex.read(path)
+    if {*index.sample_ids, *index.rejected} != set(plan.sample_ids):
+        raise StoreError(f"{path}: lists other samples than planned; run `eagle3 stage=extract` to make it again")
+    return index
+
+
 def write_index(
     path: Path, plan: ShardPlan, samples: Sequence[Sample], rejected: Mapping[str, str], engine: Mapping[str, Any]
 ) -> None:
@@ -99,33 +109,41 @@ def write_index(
         "engine": json.dumps(dict(engine), sort_keys=True),
     }
     with path.open("wb") as file:
-        file.write(_serialize(tensors, metadata))
+        file.write(_header({name: (t.dtype.name, t.shape) for name, t in tensors.items()}, metadata))
+        file.writelines(tensor.tobytes() for tensor in tensors.values())
         file.flush()
         os.fsync(file.fileno())
 
 
 def index_bytes(plan: ShardPlan) -> int:
-    """About the size of a shard's index before it is written."""
+    """About the size of a shard's index before it is written: exact but for the metadata."""
+    members, tokens = len(plan.rows), plan.tokens
     width = max((len(sample_id) for sample_id in plan.sample_ids), default=0)
-    return 800 + len(plan.rows) * (width + 4 * 8) + plan.tokens * 5
+    fields: dict[str, tuple[str, tuple[int, ...]]] = {
+        **dict.fromkeys(("rows", "members", "starts", "lengths"), ("int64", (members,))),
+        "input_ids": ("int32", (tokens,)),
+        "loss_mask": ("uint8", (tokens,)),
+        "sample_ids": ("uint8", (members, width)),
+    }
+    metadata = {"checksum": "4294967295", "rejected": "{}", "engine": "x" * 64}
+    data = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in fields.values())
+    return len(_header(fields, metadata)) + data
 
 
-def _serialize(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file's bytes, the same each time: the library's own writer orders the metadata at random."""
+def _header(fields: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the data of a safetensors file with these dtypes and shapes, the same each time.
+
+    The library's own writer orders the metadata at random.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name, tensor in tensors.items():
-        after = offset + tensor.nbytes
-        entries[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, after],
-        }
+    for name, (dtype, shape) in fields.items():
+        after = offset + math.prod(shape) * np.dtype(dtype).itemsize
+        entries[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, after]}
         offset = after
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    parts = [len(header).to_bytes(8, "little"), header, *(tensor.tobytes() for tensor in tensors.values())]
-    return b"".join(parts)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _sum_of(tensors: Mapping[str, np.ndarray]) -> int:

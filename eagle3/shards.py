@@ -29,7 +29,7 @@ from torch import Tensor
 
 from eagle3.artifacts import fsync_folder
 from eagle3.errors import RequestError, StageFailed, StoreError
-from eagle3.shard_index import INDEX_NAME, write_index
+from eagle3.shard_index import INDEX_NAME, complete_index, write_index
 from eagle3.weights import read_header
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class ShardWriter:
         try:
             for file in self.files.values():
                 file.close()
-            if (self.folder / INDEX_NAME).is_file():
+            if self._joins():
                 # The shard has other layers: these join them one by one, each whole before it has its name.
                 for file in self.files.values():
                     os.replace(file.path, self.folder / file.path.name)
@@ -270,6 +270,14 @@ class ShardWriter:
             fsync_folder(self.folder.parent)
         except OSError as error:
             raise write_error(error, self.temporary) from error
+
+    def _joins(self) -> bool:
+        """Whether the shard is there already, whole, and only gains layers."""
+        try:
+            complete_index(self.folder, self.plan)
+        except StoreError:
+            return False
+        return True
 
 
 def check_layer_file(path: Path, layout: Layout, plan: ShardPlan, layer_id: int, checksums: bool) -> str | None:
