@@ -80,8 +80,9 @@ def report_table(report: dict[str, Any]) -> Table:
     share = totals["supervised_tokens"] / totals["tokens"]
     table = Table(
         "source",
-        "count",
+        "rows",
         title="prepared",
+        min_width=64,
         caption=(
             f"{totals['samples']:,} samples ({totals['validation_samples']:,} for validation), {totals['tokens']:,} "
             f"tokens, {totals['supervised_tokens']:,} of them supervised ({share:.0%})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -258,6 +259,29 @@ def test_a_template_without_markers_and_rule_is_refused(make: Configure, tmp_pat
     template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
     with pytest.raises(RequestError, match=r"bare.jinja: the chat template has no \{% generation %\} markers"):
         run_stage("prepare", make([chat("a", "b")], f"model.chat_template={template}"))
+
+
+def test_a_given_artifact_is_used_as_it_is(make: Configure) -> None:
+    _, run = run_stage("prepare", make([chat("a", "b"), chat("c", "d")], "dataset.validation_samples=0"))
+    name = opened(run).manifest["id"]
+    metrics, again = run_stage("prepare", make([chat("other", "rows")], f"inputs.prepared={name}"))
+    assert metrics["samples"] == 2
+    assert opened(again).manifest["id"] == name
+    with pytest.raises(RequestError, match=r"^inputs.prepared=0123: found nothing"):
+        run_stage("prepare", make([chat("other", "rows")], "inputs.prepared=0123"))
+
+
+def test_a_full_disk_is_said_and_taken_up_again(make: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = make([chat("a", "b"), chat("c", "d")], "dataset.validation_samples=0")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", full)
+        with pytest.raises(StageFailed, match=r"\.partial: cannot be written \(No space left on device\)"):
+            run_stage("prepare", cfg)
+    assert run_stage("prepare", cfg)[0]["samples"] == 2
 
 
 def test_a_dry_run_makes_nothing(make: Configure, tmp_path: Path) -> None:

@@ -7,23 +7,18 @@ from typing import Any
 
 from rich.text import Text
 
-from eagle3.artifacts import Artifact
 from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.encoding import decode
 from eagle3.errors import RequestError
 from eagle3.runs import Run
-from eagle3.stages import prepare
+from eagle3.stages import extract
 from eagle3.tokens import Prepared, Sample
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Shows `inspect.samples` samples of `inspect.split`. RequestError when the split is empty."""
-    given = cfg.inputs.prepared
-    expected = (
-        prepare.prepared(cfg, run.artifacts) if given is None else Artifact("prepared", given, run.artifacts.root)
-    )
-    artifact = run.artifacts.resolve("prepared", given, expected, "eagle3 stage=prepare")
+    artifact = extract.source(cfg, run.artifacts)
     run.read(artifact)
     prepared = Prepared.open(artifact.folder)
     rows = prepared.split_indices(cfg.inspect.split)[: cfg.inspect.samples]

@@ -7,6 +7,7 @@ single rows is counted under a reason, and the counts add up.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from eagle3.vocab import build_vocab, check_size
 
 FORMAT = 1  # of the files and of how they are made; part of the artifact's identity
 JOURNAL = "answers.jsonl"
+MAKE = "eagle3 stage=prepare"
 
 
 Produced = Iterator[tuple[Conversation, list[Tokens]]]
@@ -73,7 +75,11 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     Raises RequestError for what is wrong with the request, StageFailed when no conversation is left.
     """
     target = open_target(cfg)
-    artifact = _prepared(cfg, run.artifacts, target)
+    given = cfg.inputs.prepared
+    if given is None:
+        artifact = _prepared(cfg, run.artifacts, target)
+    else:
+        artifact = run.artifacts.resolve("prepared", given, Artifact("prepared", given, run.artifacts.root), MAKE)
     if artifact.complete:
         run.log.info("prepare: hit, %s", artifact.folder)
         run.wrote(artifact)
@@ -89,9 +95,17 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         run.log.info("prepare: would make %s from %s", artifact.folder, ", ".join(cfg.dataset.sources))
         return {}
     folder = run.artifacts.begin(artifact, resume=True)
-    manifest = _Preparation(cfg, run, target, template, folder).make(special)
-    (folder / JOURNAL).unlink(missing_ok=True)
-    run.artifacts.commit(artifact, manifest)
+    try:
+        manifest = _Preparation(cfg, run, target, template, folder).make(special)
+        (folder / JOURNAL).unlink(missing_ok=True)
+        run.artifacts.commit(artifact, manifest)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        raise StageFailed(
+            f"{folder}: cannot be written ({error.strerror}); make room or set output_dir=, then run the same command "
+            "again: what the target has answered is kept"
+        ) from error
     run.wrote(artifact)
     run.show(report_table(manifest["report"]))
     return _metrics(cfg, Prepared.open(artifact.folder))

@@ -9,21 +9,16 @@ from typing import Any
 
 from rich.table import Table
 
-from eagle3.artifacts import Artifact
 from eagle3.config import Config
 from eagle3.runs import Run
-from eagle3.stages import prepare
+from eagle3.stages import extract
 from eagle3.tokens import Prepared
 from eagle3.vocab import build_vocab
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Shows the table; returns the coverage by size, the configured one included."""
-    given = cfg.inputs.prepared
-    expected = (
-        prepare.prepared(cfg, run.artifacts) if given is None else Artifact("prepared", given, run.artifacts.root)
-    )
-    artifact = run.artifacts.resolve("prepared", given, expected, "eagle3 stage=prepare")
+    artifact = extract.source(cfg, run.artifacts)
     run.read(artifact)
     prepared = Prepared.open(artifact.folder)
     counts, special = prepared.token_counts(), prepared.special_ids
