@@ -140,10 +140,11 @@ def check_stage(name: str) -> None:
 
 def _failed(run: Run, error: BaseException) -> int:
     """Says in one line what happened, writes the whole of it to run.log, closes the run; returns the exit code."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):
+    stopped = next((cause for cause in _chain(error) if isinstance(cause, KeyboardInterrupt)), None)
+    if stopped is not None:  # Lightning turns it into a SystemExit
         status, code = "interrupted", 1
-        message = f"{run.cfg.stage.name} was stopped by {'SIGTERM' if isinstance(error, Terminated) else 'a signal'}"
-        message += "; the same command goes on from what is complete"
+        signal_name = "SIGTERM" if isinstance(stopped, Terminated) else "Ctrl-C"
+        message = f"{run.cfg.stage.name} was stopped by {signal_name}; the same command goes on from what is complete"
     elif isinstance(error, Eagle3Error):
         status, code = "failed" if error.exit_code == 1 else "refused", error.exit_code
         message = str(error) or type(error).__name__
@@ -156,12 +157,16 @@ def _failed(run: Run, error: BaseException) -> int:
     return _refuse(message + where, code)
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 def _causes(error: BaseException) -> Iterator[str]:
-    current: BaseException | None = error
-    while current is not None:
-        text = " ".join(str(current).split())
-        yield f"{type(current).__name__}: {text}" if text else type(current).__name__
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    for cause in _chain(error):
+        text = " ".join(str(cause).split())
+        yield f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
 def _refuse(message: str, code: int) -> int:

@@ -32,6 +32,23 @@ STAGES = {
             (run.folder / "waiting").touch()
             time.sleep(60)
         """,
+    "polite": """
+        import sys, time
+
+        def run(cfg, run):
+            # What Lightning's Trainer makes of a signal.
+            try:
+                (run.folder / "waiting").touch()
+                time.sleep(60)
+            except KeyboardInterrupt:
+                sys.exit(1)
+        """,
+    "leaves": """
+        import sys
+
+        def run(cfg, run):
+            sys.exit(0)
+        """,
     "once": """
         from pathlib import Path
 

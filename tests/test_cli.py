@@ -225,15 +225,31 @@ def test_a_crash_tells_type_and_cause_and_where_the_rest_is(
     assert "the inner cause" in found["error"]
 
 
-def test_sigterm_leaves_a_result(here: Path, staged: tuple[Path, dict[str, str]]) -> None:
-    process = start("stage.name=slow", cwd=here, env=staged[1])
+@pytest.mark.parametrize(
+    ("stage", "sent", "words"),
+    [
+        ("slow", signal.SIGTERM, "slow was stopped by SIGTERM"),
+        ("polite", signal.SIGTERM, "polite was stopped by SIGTERM"),
+        ("slow", signal.SIGINT, "slow was stopped by Ctrl-C"),
+    ],
+)
+def test_a_signal_leaves_a_result(
+    stage: str, sent: signal.Signals, words: str, here: Path, staged: tuple[Path, dict[str, str]]
+) -> None:
+    process = start(f"stage.name={stage}", cwd=here, env=staged[1])
     wait_for(lambda: list(here.glob("outputs/runs/*/*/waiting")), process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(sent)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "stopped by SIGTERM" in err
+    assert words in err
+    assert "Traceback" not in err
     found = result(only_run(here))
     assert (found["status"], found["exit_code"]) == ("interrupted", 1)
+
+
+def test_a_stage_that_leaves_by_itself_has_failed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert eagle(monkeypatch, "stage.name=leaves") == 1
+    assert result(only_run(here))["error"] == "leaves failed: SystemExit: 0"
 
 
 def wait_for(condition, process: subprocess.Popen[str]) -> None:
