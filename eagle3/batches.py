@@ -1,18 +1,33 @@
-"""Packed batches out of the store: whole documents, one behind the other, no padding (step 5 of the walk)."""
+"""Packed batches out of the store: whole documents, one behind the other, no padding (step 5 of the walk).
+
+Only the layers that the drafter reads are read, one contiguous slice a document and layer. Memory-mapped pages belong
+to the system's cache; what a batch holds is its own and goes with it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from eagle3.attention import Block, attention_blocks
+from eagle3.errors import StageFailed, StoreError
+from eagle3.plan import Plan, plan_once
 from eagle3.slots import BoolArray, SlotRows, pack_rows, supervised_slots
+
+if TYPE_CHECKING:
+    from eagle3.store import StatesStore
+    from eagle3.tokens import Prepared
+
+log = logging.getLogger("eagle3")
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class PackedBatch:
         return _map_tensors(self, lambda tensor: tensor.pin_memory())
 
 
-def _map_tensors(value: Any, change: Any) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -82,26 +97,219 @@ def pack(
     steps: int,
     in_draft_vocab: BoolArray | None = None,
     alignment: str = "exact",
-    row_counts: Sequence[int] | None = None,
+    row_counts: Sequence[int] | np.ndarray | None = None,
 ) -> PackedBatch:
     """Packs documents; without `row_counts` the batch is a whole optimizer step of its own."""
     ids = [np.asarray(document.input_ids) for document in documents]
     masks = [np.asarray(document.loss_mask, dtype=np.bool_) for document in documents]
     flags = [supervised_slots(i, mask, steps, in_draft_vocab, alignment) for i, mask in zip(ids, masks, strict=True)]
     slots = pack_rows(ids, flags, steps)
-    lengths = [len(i) for i in ids]
-    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
-    counts = [len(rows) for rows in slots.supervised_rows] if row_counts is None else list(row_counts)
+    lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
+    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    counts = [len(rows) for rows in slots.supervised_rows] if row_counts is None else np.asarray(row_counts)
+    hidden_states, final_states = _pack_states(documents, cu_seqlens.tolist())
     return PackedBatch(
-        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
-        loss_mask=torch.from_numpy(np.concatenate(masks)),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        document_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        input_ids=torch.from_numpy(np.concatenate([*ids, np.empty(0)]).astype(np.int64)),
+        loss_mask=torch.from_numpy(np.concatenate([*masks, np.empty(0, dtype=np.bool_)])),
+        position_ids=torch.cat([torch.arange(int(n)) for n in lengths] + [torch.empty(0, dtype=torch.int64)]),
+        document_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         cu_seqlens=cu_seqlens,
-        hidden_states=torch.cat([torch.cat(list(document.hidden_states), dim=-1) for document in documents]),
-        final_states=torch.cat([document.final_states for document in documents]),
+        hidden_states=hidden_states,
+        final_states=final_states,
         slots=slots,
-        row_counts=torch.tensor(counts, dtype=torch.int64),
+        row_counts=torch.as_tensor(counts, dtype=torch.int64),
         blocks=tuple(attention_blocks(rows, cu_seqlens) for rows in slots.rows),
         sample_ids=tuple(document.sample_id for document in documents),
     )
+
+
+def _pack_states(documents: Sequence[Document], bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Copies every state once, from where it is mapped to its place in the batch."""
+    if not documents:
+        return torch.empty(0, 0), torch.empty(0, 0)
+    final = documents[0].final_states
+    layers, width = len(documents[0].hidden_states), final.shape[1]
+    hidden_states = final.new_empty(bounds[-1], layers * width)
+    final_states = final.new_empty(bounds[-1], width)
+    for document, start in zip(documents, bounds[:-1], strict=True):
+        stop = start + len(document.final_states)
+        final_states[start:stop] = document.final_states
+        for layer, states in enumerate(document.hidden_states):
+            hidden_states[start:stop, layer * width : (layer + 1) * width] = states
+    return hidden_states, final_states
+
+
+class BatchLoader:
+    """A training run's batches in their order, from batch `start` on; its length counts those before it too.
+
+    That is how Lightning counts batches of a resumed run. Has the state-dict interface of resumable loaders.
+    """
+
+    def __init__(self, loader: Callable[[int], DataLoader[PackedBatch]], total: int, start: int = 0) -> None:
+        self._loader, self._total, self.start = loader, total, start
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return iter(self._loader(self.start))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where this loader began; the data module's own state says how far training came."""
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to do: the data module makes a loader that begins at the right batch."""
+
+
+class _Batches(Dataset[PackedBatch]):
+    def __init__(self, batch: Callable[[int], PackedBatch]) -> None:
+        self._batch = batch
+
+    def __getitem__(self, index: int) -> PackedBatch:
+        return self._batch(index)
+
+
+class PackedDataModule(LightningDataModule):
+    """The training and validation batches of one rank.
+
+    `plan` is known as soon as this exists, so that the schedule and the log can count steps before training starts.
+    Samples that have no states (rejected by extraction) or no supervised slot are left out and counted in `skipped`.
+
+    Raises StageFailed when no sample of the train split has a supervised slot.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        store: StatesStore,
+        layer_ids: Sequence[int],
+        in_draft_vocab: BoolArray | None,
+        unroll_steps: int,
+        mask_alignment: str,
+        batch_tokens: int,
+        epochs: int,
+        max_steps: int | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prepared, self.store = prepared, store
+        self.layer_ids = tuple(layer_ids)
+        self.in_draft_vocab, self.unroll_steps, self.mask_alignment = in_draft_vocab, unroll_steps, mask_alignment
+        self.batch_tokens, self.accumulate = batch_tokens, accumulate
+        self.rank, self.ranks = rank, ranks
+        self.num_workers, self.pinned = num_workers, pin_memory
+        self.skipped: dict[str, int] = {"no states": 0, "no supervised slot": 0}
+        self.train_rows, self.supervised = self._usable(prepared.split_indices("train"))
+        if not len(self.train_rows):
+            raise StageFailed(
+                f"{prepared.folder}: found no supervised slot in {sum(self.skipped.values())} training samples "
+                f"({self.skipped}), expected answers of at least two tokens; look at them with `eagle3 stage=inspect`"
+            )
+        self.validation_rows, _ = self._usable(prepared.split_indices("validation"))
+        self.plan = Plan(
+            prepared.lengths[self.train_rows], batch_tokens, ranks, seed, epochs, accumulate, max_steps=max_steps
+        )
+        own_batch = int((prepared.lengths[self.train_rows] > batch_tokens).sum())
+        if own_batch:
+            log.warning(
+                "trainer.batch_tokens=%d: %d samples are longer (up to %d tokens) and get a batch of their own",
+                *(batch_tokens, own_batch, int(prepared.lengths[self.train_rows].max())),
+            )
+        self.start = 0
+
+    def _usable(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that can be trained on, and their supervised slots at each step [N, steps]."""
+        usable, supervised = [], []
+        for row in rows.tolist():
+            sample = self.prepared.samples[row]
+            slots = supervised_slots(
+                sample.input_ids, sample.loss_mask, self.unroll_steps, self.in_draft_vocab, self.mask_alignment
+            )
+            if sample.id not in self.store:
+                self.skipped["no states"] += 1
+            elif not slots.any():
+                self.skipped["no supervised slot"] += 1
+            else:
+                usable.append(row)
+                supervised.append(slots.sum(axis=1))
+        return np.array(usable, dtype=np.int64), np.array(supervised, dtype=np.int64).reshape(-1, self.unroll_steps)
+
+    def document(self, row: int) -> Document:
+        """One prepared sample with its stored states. StoreError when their numbers of tokens differ."""
+        sample = self.prepared.samples[row]
+        states = self.store.read(sample.id, [*self.layer_ids, self.store.final_id])
+        final = states[self.store.final_id]
+        if len(final) != len(sample.input_ids):
+            raise StoreError(
+                f"{self.store.folder}: sample {sample.id} has {len(final)} rows of states, expected its "
+                f"{len(sample.input_ids)} tokens; run `eagle3 stage=verify`"
+            )
+        return Document(sample.id, sample.input_ids, sample.loss_mask, [states[i] for i in self.layer_ids], final)
+
+    def train_batch(self, index: int) -> PackedBatch:
+        """Batch `index` of the whole run, on this rank."""
+        rows = self.train_rows[self.plan.documents(index)[self.rank]]
+        counts = self.supervised[self.plan.step_documents(index)].sum(axis=0)
+        return self._pack(rows, counts)
+
+    def validation_batches(self) -> list[np.ndarray]:
+        """The rows of each fixed validation batch of this rank."""
+        lengths = self.prepared.lengths[self.validation_rows]
+        return [self.validation_rows[batch] for batch in plan_once(lengths, self.batch_tokens, self.ranks)[self.rank]]
+
+    def _pack(self, rows: np.ndarray, counts: np.ndarray | None) -> PackedBatch:
+        documents = [self.document(row) for row in rows.tolist()]
+        batch = pack(documents, self.unroll_steps, self.in_draft_vocab, self.mask_alignment, counts)
+        if documents:
+            return batch
+        dtype, width = self.store.layout.torch_dtype, self.store.layout.hidden_size
+        return dataclasses.replace(
+            batch,
+            hidden_states=torch.empty(0, len(self.layer_ids) * width, dtype=dtype),
+            final_states=torch.empty(0, width, dtype=dtype),
+        )
+
+    def train_dataloader(self) -> BatchLoader:
+        """All batches from `start` on."""
+        if self.start:
+            place = self.plan.position(self.start)
+            log.info(
+                "train: going on at batch %d of %d (epoch %d, batch %d of %d)",
+                *(self.start, self.plan.batches, place.epoch + 1, place.batch, place.batches),
+            )
+
+        def loader(start: int) -> DataLoader[PackedBatch]:
+            return self._loader(_Batches(self.train_batch), range(start, self.plan.batches))
+
+        return BatchLoader(loader, self.plan.batches, self.start)
+
+    def val_dataloader(self) -> DataLoader[PackedBatch] | list[Any]:
+        """The fixed validation batches; none when there is no validation sample."""
+        batches = self.validation_batches()
+        if not batches:
+            return []
+        return self._loader(_Batches(lambda index: self._pack(batches[index], None)), range(len(batches)), workers=0)
+
+    def _loader(self, batches: _Batches, order: range, workers: int | None = None) -> DataLoader[PackedBatch]:
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=order,
+            num_workers=self.num_workers if workers is None else workers,
+            pin_memory=self.pinned,
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches of the plan training has used; checkpoints lie between optimizer steps."""
+        assert self.trainer is not None
+        return {"batches": min(self.trainer.global_step * self.accumulate, self.plan.batches)}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Goes on behind the batches that were used."""
+        self.start = state_dict["batches"]

@@ -253,6 +253,18 @@ class Eagle3Drafter(nn.Module):
         self.d2t.copy_(d2t)
         self.t2d.copy_(t2d)
 
+    @torch.no_grad()
+    def initialise(self, seed: int, head: Tensor | None = None, std: float = 0.02) -> None:
+        """Fresh weights: matrices normal with `std`, norms one, the head the rows [D, H] of the target's if given."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            else:
+                parameter.fill_(1.0)
+        if head is not None:
+            self.lm_head.weight.copy_(head)
+
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids → target ids."""
         return draft_ids + self.d2t[draft_ids]

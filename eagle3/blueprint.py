@@ -1,0 +1,116 @@
+"""What a new drafter is made of: its shape, its vocabulary, its first weights (before step 6 of the walk).
+
+Sizes come from the config, else from the target through its adapter. The vocabulary map is built once from the
+supervised tokens; a warm start brings its own, bit-equal, because every output of its head stands for one token of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from torch import Tensor
+
+from eagle3.checkpoint import Target
+from eagle3.config import DrafterConfig, build
+from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter
+from eagle3.errors import RequestError
+from eagle3.tokens import Prepared
+from eagle3.vocab import VocabMap, build_vocab
+
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def drafter_shape(
+    cfg: DrafterConfig, target: Target, layer_ids: tuple[int, ...], draft_vocab_size: int
+) -> DrafterShape:
+    """The shape that a config means for a target. RequestError when its heads do not fit together."""
+    shape = target.shape
+    sizes = dict(target.adapter.drafter_defaults(shape))
+    sizes.update({name: getattr(cfg, name) for name in SIZES if getattr(cfg, name) is not None})
+    heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+    if heads % kv_heads:
+        raise RequestError(
+            f"drafter.num_key_value_heads: found {kv_heads} for {heads} attention heads, expected a divisor of "
+            f"{heads}; try drafter.num_key_value_heads={heads}"
+        )
+    if head_dim % 2:
+        raise RequestError(
+            f"drafter.head_dim: found {head_dim}, expected an even number (rotary embedding turns pairs); "
+            f"try drafter.head_dim={head_dim + 1}"
+        )
+    return DrafterShape(
+        hidden_size=shape.hidden_size,
+        target_hidden_size=shape.hidden_size,
+        layer_ids=layer_ids,
+        vocab_size=shape.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        **{name: sizes[name] for name in SIZES},
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        rope_scaling=shape.rope_scaling,
+        max_position_embeddings=cfg.max_position_embeddings or shape.max_position_embeddings,
+        attention=cfg.attention,
+        **{name: getattr(cfg, name) for name in VARIANTS},
+        hidden_act=shape.hidden_act,
+    )
+
+
+def new_drafter(
+    cfg: DrafterConfig, target: Target, prepared: Prepared, layer_ids: tuple[int, ...], seed: int
+) -> tuple[Eagle3Drafter, VocabMap]:
+    """A drafter with fresh weights and a vocabulary of the prepared set's supervised tokens."""
+    vocab = build_vocab(
+        prepared.token_counts(),
+        cfg.draft_vocab_size,
+        target.shape.vocab_size,
+        prepared.special_ids,
+        prepared.tokenizer_hash,
+    )
+    drafter = _build(cfg, drafter_shape(cfg, target, layer_ids, vocab.draft_vocab_size), target.embedding())
+    drafter.set_vocabulary(vocab.d2t, vocab.t2d)
+    head = target.head()[vocab.target_ids].float() if cfg.init_head == "target" else None
+    drafter.initialise(seed, head)
+    return drafter, vocab
+
+
+def warm_drafter(
+    cfg: DrafterConfig, target: Target, prepared: Prepared, layer_ids: tuple[int, ...], folder: Path
+) -> tuple[Eagle3Drafter, VocabMap]:
+    """A drafter that goes on from the weights and the vocabulary of a trained one.
+
+    RequestError when the config means another shape: its weights would not mean what they meant.
+    """
+    trained = load_drafter(folder, target.embedding())
+    wanted = drafter_shape(cfg, target, layer_ids, trained.shape.draft_vocab_size)
+    if cfg.draft_vocab_size is not None and cfg.draft_vocab_size != trained.shape.draft_vocab_size:
+        raise RequestError(
+            f"drafter.draft_vocab_size: found {cfg.draft_vocab_size}, expected {trained.shape.draft_vocab_size}, the "
+            f"vocabulary of drafter.warm_start={folder}, which is kept; set it so, or train without a warm start"
+        )
+    differing = {
+        field.name: (getattr(trained.shape, field.name), getattr(wanted, field.name))
+        for field in dataclasses.fields(wanted)
+        if field.name != "max_position_embeddings" and getattr(trained.shape, field.name) != getattr(wanted, field.name)
+    }
+    if differing:
+        listed = ", ".join(f"{name} {before} there, {now} here" for name, (before, now) in differing.items())
+        raise RequestError(
+            f"drafter.warm_start: {folder} has another shape ({listed}), expected the same; configure it so, or train "
+            "without a warm start"
+        )
+    drafter = _build(cfg, wanted, target.embedding())
+    drafter.load_state_dict(trained.state_dict(), strict=True)
+    return drafter, VocabMap(drafter.d2t.clone(), drafter.t2d.clone(), prepared.tokenizer_hash)
+
+
+def _build(cfg: DrafterConfig, shape: DrafterShape, embedding: Tensor) -> Eagle3Drafter:
+    node = cfg.module or {"_target_": "eagle3.drafter.Eagle3Drafter"}
+    drafter = build(node, "drafter.module", shape=shape, embedding=embedding)
+    if not isinstance(drafter, Eagle3Drafter):
+        raise RequestError(
+            f"drafter.module: {node.get('_target_')} made a {type(drafter).__name__}, expected an "
+            "eagle3.drafter.Eagle3Drafter or a subclass; leave drafter.module as it is in conf/drafter/dense.yaml"
+        )
+    return drafter

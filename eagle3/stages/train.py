@@ -1,0 +1,478 @@
+"""Stage train: stored states → drafter artifact (steps 5 and 6 of the walk).
+
+Everything that can be wrong is found before the first batch: states of other tokens or of another target, layers that
+are not stored, a data set without supervised text, a checkpoint that is not there. What is being trained grows in the
+artifact's `.partial` folder, where an interrupted run finds its checkpoints again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import resource
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from eagle3 import layers
+from eagle3.batches import PackedDataModule
+from eagle3.blueprint import new_drafter, warm_drafter
+from eagle3.checkpoint import Target, open_target
+from eagle3.checkpoints import (
+    AtomicCheckpointIO,
+    Checkpoint,
+    Checkpoints,
+    checkpoint_to_resume,
+    complete_checkpoints,
+)
+from eagle3.config import Config, build
+from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
+from eagle3.errors import RequestError
+from eagle3.runs import Artifact, Artifacts, Run
+from eagle3.stages import extract
+from eagle3.store import StatesStore
+from eagle3.tokens import Prepared
+from eagle3.trackers import SafeLogger, build_trackers
+from eagle3.training import DrafterTraining
+from eagle3.vocab import VocabMap
+
+MAKE = "eagle3 stage=train"
+# What may differ between two runs of one artifact: it changes how the work is done, not what comes out.
+OPERATIONAL = {
+    "drafter": ("name",),
+    "trainer": (
+        *("name", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps", "deterministic"),
+        *("resume", "num_workers", "compile", "profile"),
+    ),
+}
+# Arguments of the Lightning Trainer that other fields of the config decide.
+OWNED = {
+    "max_epochs": "trainer.max_epochs",
+    "max_steps": "trainer.max_steps",
+    "accumulate_grad_batches": "trainer.accumulate",
+    "gradient_clip_val": "trainer.clip_norm",
+    "val_check_interval": "trainer.validate_every_steps",
+    "log_every_n_steps": "trainer.log_every_steps",
+    "callbacks": "trainer.callbacks",
+    "logger": "logger.loggers",
+}
+
+
+def drafter(cfg: Config, artifacts: Artifacts) -> Artifact:
+    """The drafter artifact that this config leads to, made or not. RequestError when there are no states."""
+    return _drafter(cfg, artifacts, open_target(cfg), source(cfg, artifacts))
+
+
+def source(cfg: Config, artifacts: Artifacts) -> Artifact:
+    """The states to train on."""
+    given = cfg.inputs.states
+    expected = extract.states(cfg, artifacts) if given is None else Artifact("states", given, artifacts.root)
+    return artifacts.resolve("states", given, expected, extract.MAKE)
+
+
+def _drafter(cfg: Config, artifacts: Artifacts, target: Target, states: Artifact) -> Artifact:
+    settings = {
+        group: {key: value for key, value in dataclasses.asdict(getattr(cfg, group)).items() if key not in without}
+        for group, without in OPERATIONAL.items()
+    }
+    for group, field in (("drafter", "warm_start"), ("trainer", "resume_from")):
+        given = settings[group][field]
+        settings[group][field] = None if given is None else _trained(artifacts, given, f"{group}.{field}").id
+    identity = {
+        "states": states.id,
+        "layer_ids": list(layer_ids(cfg, target)),
+        **settings,
+        "seed": cfg.seed,
+        "ranks": ranks(cfg),
+        "precision": cfg.hardware.precision,
+    }
+    return artifacts.of("drafter", identity)
+
+
+def _trained(artifacts: Artifacts, given: str, where: str) -> Artifact:
+    """A complete drafter artifact by id or folder."""
+    found = artifacts.resolve("drafter", given, Artifact("drafter", given, artifacts.root), MAKE)
+    if not (found.folder / WEIGHTS).is_file():
+        raise RequestError(f"{where}: {found.folder} holds no {WEIGHTS}, expected a trained drafter; see stage=runs")
+    return found
+
+
+def layer_ids(cfg: Config, target: Target) -> tuple[int, ...]:
+    """The layers that this drafter reads."""
+    return extract.selections(cfg.layers, target.shape.num_layers)[0]
+
+
+def ranks(cfg: Config) -> int:
+    """The number of training processes."""
+    return cfg.hardware.devices * int(cfg.trainer.lightning.get("num_nodes", 1))
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Trains. Returns `steps, tokens, tokens_per_s, loss, simulated_acceptance_length, peak_memory_bytes` and more."""
+    target = open_target(cfg)
+    states = source(cfg, run.artifacts)
+    artifact = _drafter(cfg, run.artifacts, target, states)
+    if artifact.complete:
+        run.log.info("train: hit, %s is complete", artifact.folder)
+        run.wrote(artifact)
+        return artifact.manifest()["metrics"]
+    job = _Job(cfg, run, target, states, artifact)
+    job.announce()
+    if cfg.dry_run:
+        return {}
+    return job.train()
+
+
+class _Job:
+    """One training run, from checked inputs to a committed artifact."""
+
+    def __init__(self, cfg: Config, run: Run, target: Target, states: Artifact, artifact: Artifact) -> None:
+        self.cfg, self.run, self.target, self.artifact = cfg, run, target, artifact
+        for key, field in OWNED.items():
+            if key in cfg.trainer.lightning:
+                raise RequestError(f"trainer.lightning.{key}: is decided by {field}, set that instead")
+        if cfg.trainer.resume_from and cfg.drafter.warm_start:
+            raise RequestError(
+                "drafter.warm_start: cannot go with trainer.resume_from, which brings its own weights; leave one out"
+            )
+        run.read(states)
+        self.store = StatesStore.open(states.folder, cfg.store.read_mode)
+        self.store.check_target(target)
+        self.layer_ids = layer_ids(cfg, target)
+        absent = [i for i in self.layer_ids if i not in self.store.layer_ids]
+        if absent:
+            raise RequestError(
+                f"layers: {states.folder} holds layers {list(self.store.layer_ids)}, the drafter reads "
+                f"{list(self.layer_ids)}; run `{extract.MAKE} layers.ids={list(self.layer_ids)}` to add {absent}"
+            )
+        given = cfg.inputs.prepared or self.store.manifest["prepared"]
+        prepared = run.artifacts.resolve(
+            "prepared", given, Artifact("prepared", given, run.artifacts.root), "eagle3 stage=prepare"
+        )
+        run.read(prepared)
+        self.prepared = Prepared.open(prepared.folder)
+        self.store.verify(self.prepared)
+        self.previous = self._previous()
+        self.drafter, self.vocab = self._new_drafter()
+        self.data = self._data()
+        self.first_step = 0
+
+    def _previous(self) -> Checkpoint | None:
+        """The checkpoint of `trainer.resume_from`."""
+        given = self.cfg.trainer.resume_from
+        if given is None:
+            return None
+        trained = _trained(self.run.artifacts, given, "trainer.resume_from")
+        checkpoint = checkpoint_to_resume(trained.folder, "trainer.resume_from")
+        before, now = checkpoint.manifest["accumulate"], self.cfg.trainer.accumulate
+        if before != now:
+            raise RequestError(
+                f"trainer.accumulate: found {now}, expected {before}, with which trainer.resume_from={given} counted "
+                f"its steps; try trainer.accumulate={before}"
+            )
+        self.run.read(trained)
+        return checkpoint
+
+    def _new_drafter(self) -> tuple[Eagle3Drafter, VocabMap]:
+        cfg = self.cfg
+        if cfg.drafter.warm_start is not None or self.previous is not None:
+            given = cfg.drafter.warm_start or cfg.trainer.resume_from
+            trained = _trained(self.run.artifacts, str(given), "drafter.warm_start")
+            return warm_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, trained.folder)
+        return new_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, cfg.seed)
+
+    def _data(self) -> PackedDataModule:
+        cfg = self.cfg
+        data = build(
+            cfg.trainer.datamodule or {"_target_": "eagle3.batches.PackedDataModule"},
+            "trainer.datamodule",
+            prepared=self.prepared,
+            store=self.store,
+            layer_ids=self.layer_ids,
+            in_draft_vocab=None if self.vocab.is_full else self.vocab.t2d.numpy(),
+            unroll_steps=cfg.drafter.unroll_steps,
+            mask_alignment=cfg.drafter.mask_alignment,
+            batch_tokens=cfg.trainer.batch_tokens,
+            epochs=cfg.trainer.max_epochs,
+            max_steps=cfg.trainer.max_steps,
+            accumulate=cfg.trainer.accumulate,
+            seed=cfg.seed,
+            rank=self.run.rank,
+            ranks=ranks(cfg),
+            num_workers=cfg.trainer.num_workers,
+            pin_memory=cfg.hardware.accelerator == "gpu",
+        )
+        if self.previous is not None and self.previous.step >= data.plan.steps:
+            raise RequestError(
+                f"trainer.resume_from: {self.cfg.trainer.resume_from} was trained for {self.previous.step} steps, this "
+                f"run ends at {data.plan.steps}; expected more: raise trainer.max_epochs or trainer.max_steps"
+            )
+        return data
+
+    def announce(self) -> None:
+        """What will be trained, in a few lines."""
+        data, plan, shape = self.data, self.data.plan, self.drafter.shape
+        tokens = int(self.prepared.lengths[data.train_rows].sum())
+        weights = sum(p.numel() for p in self.drafter.parameters())
+        left_out = ", ".join(f"{count} with {reason}" for reason, count in data.skipped.items() if count)
+        lines = [
+            f"drafter {self.artifact.id}: {weights:,} weights, layers {list(shape.layer_ids)}, draft vocabulary "
+            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({self.coverage():.2%} of the supervised tokens)",
+            f"{len(data.train_rows)} samples, {tokens:,} tokens an epoch, {int(data.supervised[:, 0].sum()):,} "
+            f"first drafts supervised; {len(data.validation_rows)} validation samples"
+            + (f"; left out: {left_out}" if left_out else ""),
+            f"{plan.steps} optimizer steps of {self.cfg.trainer.accumulate} x {plan.ranks} batches of up to "
+            f"{plan.batch_tokens:,} tokens, {self.cfg.drafter.unroll_steps} unroll steps",
+        ]
+        for line in lines:
+            self.run.log.info("train: %s", line)
+
+    def coverage(self) -> float:
+        """The share of the train split's supervised tokens that the drafter can draft."""
+        return self.vocab.coverage(self.prepared.token_counts())
+
+    def train(self) -> dict[str, Any]:
+        """Fits, keeps the best drafter, commits the artifact."""
+        cfg, run = self.cfg, self.run
+        left_over = complete_checkpoints(self.artifact.partial / "checkpoints") if run.rank == 0 else []
+        if left_over and not cfg.trainer.resume:
+            run.log.info(
+                "train: trainer.resume=false, starting afresh; %d checkpoints of an earlier run, up to step %d, go",
+                *(len(left_over), left_over[-1].step),
+            )
+        folder = run.artifacts.begin(self.artifact, resume=cfg.trainer.resume)
+        start = self._start(folder / "checkpoints")
+        torch.manual_seed(cfg.seed)
+        trackers = build_trackers(cfg.logger, run.folder, dataclasses.asdict(cfg)) if run.rank == 0 else []
+        exit_code = 1
+        try:
+            checkpoints, clock, module = self._fit(folder, start, trackers)
+            if run.rank > 0:
+                return {}
+            metrics = self._finish(folder, checkpoints, clock, module)
+            for tracker in trackers:
+                tracker.log_drafter(self.artifact.folder / WEIGHTS, f"drafter-{self.artifact.id}")
+            exit_code = 0
+            return metrics
+        finally:
+            for tracker in trackers:
+                tracker.close(exit_code)
+
+    def _start(self, folder: Path) -> Checkpoint | None:
+        """The checkpoint to go on from, said in the log."""
+        found = complete_checkpoints(folder)
+        if found:
+            self.run.log.info("train: resuming %s at step %d", self.artifact.id, found[-1].step)
+            return found[-1]
+        if self.previous is not None:
+            self.run.log.info(
+                "train: training %s longer, from its step %d", self.cfg.trainer.resume_from, self.previous.step
+            )
+        return self.previous
+
+    def _fit(
+        self, folder: Path, start: Checkpoint | None, trackers: list[SafeLogger]
+    ) -> tuple[Checkpoints, _Clock, DrafterTraining]:
+        cfg, steps = self.cfg, self.data.plan.steps
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            cfg.trainer.checkpoint_every_steps,
+            cfg.trainer.keep_checkpoints,
+            cfg.trainer.accumulate,
+            cfg.trainer.validate_every_steps,
+        )
+        module = build(
+            cfg.trainer.module or {"_target_": "eagle3.training.DrafterTraining"},
+            "trainer.module",
+            drafter=self.drafter,
+            teacher=self.target.teacher_head(_teacher_dtype(cfg)),
+            drafter_config=cfg.drafter,
+            trainer_config=cfg.trainer,
+            steps=steps,
+            report=self._reporter(trackers, checkpoints),
+        )
+        self.first_step = 0 if start is None else start.step
+        with self.run.progress(steps - self.first_step, "steps", "train") as advance:
+            clock = _Clock(advance)
+            callbacks = [checkpoints, clock]
+            for name, node in cfg.trainer.callbacks.items():
+                callbacks.append(build(node, f"trainer.callbacks.{name}"))
+            with _quiet_lightning():
+                trainer = self._trainer(callbacks, trackers)
+                trainer.fit(
+                    module, datamodule=self.data, ckpt_path=None if start is None else start.folder, weights_only=True
+                )
+        return checkpoints, clock, module
+
+    def _trainer(self, callbacks: list[Callback], trackers: list[SafeLogger]) -> Trainer:
+        cfg, node = self.cfg, self.cfg.trainer.lightning or {"_target_": "lightning.pytorch.Trainer"}
+        swappable: dict[str, Any] = {
+            "accelerator": cfg.hardware.accelerator,
+            "devices": cfg.hardware.devices,
+            "strategy": cfg.hardware.training_strategy,
+            "precision": cfg.hardware.precision,
+            "deterministic": cfg.trainer.deterministic,
+            "plugins": [AtomicCheckpointIO()],
+            "profiler": _profiler(self.run.folder) if cfg.trainer.profile else None,
+        }
+        return build(
+            node,
+            "trainer.lightning",
+            **{key: value for key, value in swappable.items() if key not in node},
+            # One pass over the plan, which holds all epochs and ends at trainer.max_steps.
+            max_epochs=1,
+            accumulate_grad_batches=cfg.trainer.accumulate,
+            val_check_interval=cfg.trainer.validate_every_steps * cfg.trainer.accumulate,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(self.run.folder),
+            logger=trackers or False,
+            callbacks=callbacks,
+        )
+
+    def _reporter(self, trackers: list[SafeLogger], checkpoints: Checkpoints) -> Any:
+        """Takes metrics to the log, metrics.jsonl and the trackers, on the axis of optimizer steps."""
+
+        def report(step: int, metrics: dict[str, float], split: str) -> None:
+            if self.run.rank > 0:
+                return
+            named = {f"{split}/{name}": value for name, value in metrics.items()}
+            self.run.record(named, step)
+            for tracker in trackers:
+                tracker.log_metrics(named, step)
+            words = f"loss {metrics['loss']:.4f}"
+            words += f", accuracy {metrics['accuracy_unconditional/step_0']:.1%} at the first draft"
+            if split == "validation":
+                length = metrics["simulated_acceptance_length"]
+                words += f", simulated acceptance length {length:.3f} (k {self.cfg.drafter.unroll_steps})"
+                self.run.log.info("validation at step %d: %s", step, words)
+            else:
+                words += f", gradient norm {metrics['grad_norm']:.3g}, lr {metrics['lr']:.2e}"
+                self.run.log.info("step %d/%d: %s", step, self.data.plan.steps, words)
+                checkpoints.loss = metrics["loss"]
+
+        return report
+
+    def _finish(self, folder: Path, checkpoints: Checkpoints, clock: _Clock, module: DrafterTraining) -> dict[str, Any]:
+        """Writes the artifact: the drafter of the best validation, the last checkpoint, the manifest."""
+        kept, best = module.drafter, checkpoints.best
+        if best is not None and checkpoints.best_folder is not None:
+            kept = load_drafter(checkpoints.best_folder, self.drafter.embedding)
+        save_drafter(kept, folder)
+        checkpoints.drop_all_but_last()
+        measured = {} if best is None else best["metrics"]
+        metrics = {
+            "steps": self.data.plan.steps,
+            "tokens": checkpoints.tokens,
+            "tokens_per_s": clock.tokens_per_s,
+            "loss": checkpoints.loss,
+            "simulated_acceptance_length": measured.get("simulated_acceptance_length"),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "best_step": None if best is None else best["step"],
+            "validation": measured,
+        }
+        shape = kept.shape
+        manifest = {
+            "metrics": metrics,
+            "shape": shape.plain(),
+            "target": self.target.fingerprint(),
+            "layer_ids": list(shape.layer_ids),
+            "layer_convention": layers.CONVENTION,
+            "vocabulary": {
+                "size": shape.draft_vocab_size,
+                "of": shape.vocab_size,
+                "coverage": self.coverage(),
+                "padded": self.vocab.padded,
+                "tokenizer_hash": self.vocab.tokenizer_hash,
+            },
+            "resumed_from": self.cfg.trainer.resume_from,
+            "warm_start": self.cfg.drafter.warm_start,
+            "samples": {"train": len(self.data.train_rows), "validation": len(self.data.validation_rows)},
+            "left_out": self.data.skipped,
+        }
+        self.run.artifacts.commit(self.artifact, manifest)
+        self.run.wrote(self.artifact)
+        chosen = "" if best is None else f", of step {best['step']} (best validation)"
+        self.run.log.info("train: %s%s", self.artifact.folder, chosen)
+        return metrics
+
+
+class _Clock(Callback):
+    """Moves the progress bar and measures tokens/s: all of training but its validations."""
+
+    def __init__(self, advance: Any) -> None:
+        self.advance = advance
+        self.tokens, self.seconds, self._since = 0, 0.0, 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks a second, in this process; None when it trained nothing."""
+        return round(self.tokens / self.seconds, 1) if self.tokens and self.seconds else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock runs."""
+        self._since = time.monotonic()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock stops."""
+        self.seconds += time.monotonic() - self._since
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock runs again."""
+        self._since = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Counts."""
+        self.tokens += batch.tokens * trainer.world_size
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches:
+            self.advance(1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock stops for good."""
+        self.seconds += time.monotonic() - self._since
+
+
+def peak_memory_bytes() -> int:
+    """The most memory in use so far: the GPU's where there is one, else this process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _teacher_dtype(cfg: Config) -> torch.dtype:
+    """The teacher computes as the drafter does."""
+    return torch.bfloat16 if cfg.hardware.precision.startswith("bf16") else torch.float32
+
+
+def _profiler(folder: Path) -> Any:
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    return PyTorchProfiler(dirpath=str(folder), filename="profile")
+
+
+@contextlib.contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """Keeps Lightning's chatter off the terminal; its warnings stay, but for two that no user can act on."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
