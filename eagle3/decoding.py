@@ -273,6 +273,17 @@ class Recording:
         self._length = length
 
 
+def place(drafter: Eagle3Drafter, device: torch.device, dtype: torch.dtype) -> Eagle3Drafter:
+    """Moves a drafter beside a target for decoding: eval mode, weights in `dtype`, rotary tables as they are.
+
+    A blunt `.to(dtype)` would round the rotary frequencies too, which a server keeps in float32.
+    """
+    drafter.to(device).eval()
+    for parameter in drafter.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return drafter
+
+
 class DrafterChain:
     """The EAGLE-3 drafter as a proposer: one column for every known token, then k-1 columns of its own making."""
 

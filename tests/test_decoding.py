@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from eagle3.adapters.llama import LlamaAdapter
-from eagle3.decoding import Acceptance, DrafterChain, LiveTarget, Recorder, Recording, decode
+from eagle3.decoding import Acceptance, DrafterChain, LiveTarget, Recorder, Recording, decode, place
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 
 LAYER_IDS = (1, 3, 4)
@@ -212,6 +214,14 @@ def test_states_are_the_models_own_at_the_layers_doors(model, live, text):
         answers, states = live.verify(text[10:20])
     torch.testing.assert_close(torch.cat([prompt_states, states]), expected, rtol=1e-4, atol=1e-4)
     assert answers == text[11:21]
+
+
+def test_a_drafter_in_bfloat16_keeps_its_rotary_table(live, drafter, text):
+    placed = place(copy.deepcopy(drafter), torch.device("cpu"), torch.bfloat16)
+    assert placed.dtype == torch.bfloat16
+    assert torch.equal(placed.rotary.frequencies, drafter.rotary.frequencies)
+    decoded = decode(live, PROMPT, max_new_tokens=12, stop_ids=(), proposer=DrafterChain(placed), k=K)
+    assert decoded.token_ids == text[len(PROMPT) : len(PROMPT) + 12]
 
 
 def test_v4_two_right_then_wrong_is_exactly_three():

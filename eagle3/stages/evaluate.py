@@ -18,7 +18,7 @@ from eagle3.benchmarks import PromptSet, prompt_sets
 from eagle3.bigram import BigramChain, count_successors
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
-from eagle3.decoding import Decoded, DrafterChain, LiveTarget, Proposer, Recorder, decode
+from eagle3.decoding import Decoded, DrafterChain, LiveTarget, Proposer, Recorder, decode, place
 from eagle3.drafter import Eagle3Drafter, load_drafter
 from eagle3.engines import EngineInfo, open_engine
 from eagle3.engines.transformers import TransformersEngine
@@ -151,7 +151,7 @@ def _proposers(
     """The drafter and its baselines, ready to draft beside the engine's model."""
 
     def placed(module: Eagle3Drafter) -> DrafterChain:
-        return DrafterChain(module.to(engine.device, engine.dtype).eval())
+        return DrafterChain(place(module, engine.device, engine.dtype))
 
     untrained = _untrained(cfg, target, drafter) if "untrained" in cfg.evaluate.baselines else None
     proposers: dict[str, Proposer] = {OURS: placed(drafter)}
