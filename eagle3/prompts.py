@@ -6,6 +6,7 @@ uses. A row that is no conversation is counted under a reason, never dropped in 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
@@ -123,11 +124,17 @@ def source_identity(name: str, source: SourceConfig, cache: Path) -> dict[str, A
     if source.path.startswith(PREFIX):
         content = find_asset(source.path).member_sha256  # pinned, so nothing need be fetched
     elif (path := _file(f"dataset.sources.{name}", source)) is not None:
-        content = file_sha256(path)
+        content = _content(path, path.stat().st_size, path.stat().st_mtime_ns)
     else:
         content = dataset_hash(source.path, f"dataset.sources.{name}.path")
     fields = {key: getattr(source, key) for key in ("format", "split", "limit", "skip", "turns", "role")}
     return {"name": name, "content": content, **fields}
+
+
+@functools.cache
+def _content(path: Path, size: int, modified_ns: int) -> str:
+    """A file's hash, computed once for all the stages of a run that ask for it."""
+    return file_sha256(path)
 
 
 def _rows(where: str, source: SourceConfig, cache: Path) -> Iterator[Row | BadRow]:

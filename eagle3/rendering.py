@@ -3,8 +3,8 @@
 A template with `{% generation %}` markers says itself what the assistant generated. For any other template this rule
 holds, whatever its markers look like: a server sends the render of the messages so far plus the generation prompt, so
 what stands behind that prefix in the whole render was generated, up to the end-of-turn token behind the answer. The
-rule is used only where it can be verified (the prefix is one, the answer is found whole, its end is where a special
-token stands); everything else is refused with a reason. No span is ever guessed.
+rule is used only where it can be verified (the prefix is one, the answer is found whole, a special token or the turn's
+end stands behind it); everything else is refused with a reason. No span is ever guessed.
 """
 
 from __future__ import annotations
@@ -156,34 +156,44 @@ class Template:
 
     def _behind_prompt(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
         prompt = self.text(messages[:turn], generation_prompt=True)
-        if self.text(messages[:turn]).startswith(prompt):
-            raise Unrenderable("the chat template has neither generation markers nor a generation prompt")
+        opens_turn = not self.text(messages[:turn]).startswith(prompt)
         if not text.startswith(prompt):
             # A thinking model's prompt may open the reasoning that the render of this turn does not have.
             prompt = _OPEN_TAG.sub("", prompt)
         if not text.startswith(prompt):
             raise HistoryRewritten("the chat template rewrites earlier turns")
         start = len(prompt)
-        answer = messages[turn]
-        # Where the turn ends: as far as the render that ends with it agrees, be it with or without its reasoning.
-        bare = Message("assistant", _spellings(answer)[-1])
-        alone = self.text(messages[: turn + 1])
-        for render in (alone, self.text([*messages[:turn], bare])):
+        found = self._answer_end(messages, turn, text, start)
+        if found is None:
+            alone = self.text(messages[: turn + 1])[start:]
+            if any(spelling in alone for spelling in _spellings(messages[turn])):
+                raise HistoryRewritten("the chat template rewrites earlier turns")
+            raise Unrenderable("the chat template rewrites an answer")
+        answer, end = found
+        if not opens_turn and text[start:answer].strip():
+            # Without a generation prompt, text before the answer may as well be the template's header.
+            raise Unrenderable("the chat template has neither generation markers nor a generation prompt")
+        return start, self._after_end_token(text, end)
+
+    def _answer_end(self, messages: Sequence[Message], turn: int, text: str, start: int) -> tuple[int, int] | None:
+        """Where a turn's answer begins and ends in `text` behind `start`; None when it is not there whole."""
+        spellings = _spellings(messages[turn])
+        # The turn reaches as far as a render that ends with it agrees, be it with or without its reasoning.
+        for last in (messages[turn], Message("assistant", spellings[-1])):
+            render = self.text([*messages[:turn], last])
             shared = _shared(text, render)
             turn_end = shared if shared == len(render) else -1
-            for spelling in _spellings(answer):
+            for spelling in spellings:
                 # The last whole occurrence: reasoning may quote the answer.
                 found = text.rfind(spelling, start, shared)
                 while found >= 0 and not self._ends(text, found + len(spelling), turn_end):
                     found = text.rfind(spelling, start, found + len(spelling) - 1)
                 if found >= 0:
-                    return start, self._after_end_token(text, found + len(spelling))
-        for spelling in _spellings(answer):
+                    return found, found + len(spelling)
+        for spelling in spellings:
             if text.startswith(spelling, start) and self._ends(text, start + len(spelling), -1):
-                return start, self._after_end_token(text, start + len(spelling))
-        if any(spelling in alone[start:] for spelling in _spellings(answer)):
-            raise HistoryRewritten("the chat template rewrites earlier turns")
-        raise Unrenderable("the chat template rewrites an answer")
+                return start, start + len(spelling)
+        return None
 
     def _ends(self, text: str, position: int, turn_end: int) -> bool:
         """Whether an answer can end here: a special token follows, or nothing more of the turn or of the text."""

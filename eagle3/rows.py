@@ -7,6 +7,7 @@ Rows are streamed, so that taking 300 rows of a file of gigabytes costs 300 rows
 from __future__ import annotations
 
 import codecs
+import functools
 import gzip
 import json
 import zlib
@@ -186,6 +187,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise RequestError(f"{path}: found no readable parquet file ({error}); write it again") from error
 
 
+@functools.cache
 def dataset_hash(name: str, where: str) -> str:
     """What stands for the content of a Hugging Face data set: the commit that it has on the hub."""
     return str(_hugging_face(name, where, "load_dataset_builder", name).hash)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - DeepSeek spells its tokens with fullwidth bars
-"""Chat templates of five families, shortened from the published ones, each with a tokenizer that has its tokens."""
+"""Chat templates of six families, shortened from the published ones, each with a tokenizer that has its tokens."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ KIMI = (
     "{{ '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
 )
+# Mistral: no generation prompt; the answer follows the user's turn at once.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{% elif m.role == 'user' %}"
+    "{{ '[INST]' + m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
 # gpt-oss: the answer comes in channels, the last turn ends with another token than earlier ones.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -100,6 +106,12 @@ FAMILIES = {
         ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
         inserted_before="<think></think>",
         ends=("<|im_end|>", "<|im_end|>"),
+    ),
+    "mistral": Family(
+        MISTRAL,
+        ("<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"),
+        bos=True,
+        ends=("</s>", "</s>"),
     ),
     "harmony": Family(
         HARMONY,

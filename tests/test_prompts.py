@@ -274,6 +274,6 @@ def test_a_source_is_identified_by_content_and_cut(tmp_path: Path) -> None:
     first = identity(path)
     assert first == identity(copy)
     assert first != identity(path, limit=1)
-    write(path, [{"prompt": "b"}])
+    write(path, [{"prompt": "another"}])
     assert first != identity(path)
     assert len(source_identity("s", SourceConfig(path="asset:alpaca"), tmp_path)["content"]) == 64  # fetches nothing

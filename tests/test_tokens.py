@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - DeepSeek spells its tokens with fullwidth bars
-"""Token ids and loss masks: five template families, with and without markers, offsets and reasoning."""
+"""Token ids and loss masks: six template families, with and without markers, offsets and reasoning."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_template_that_rewrites_text_is_refused(marked: str) -> None:
         check_template(template_of(changed), "here")
 
 
-@pytest.mark.parametrize("name", ["chatml", "chatml_marked", "llama3", "kimi", "harmony"])
+@pytest.mark.parametrize("name", ["chatml", "chatml_marked", "llama3", "kimi", "mistral", "harmony"])
 def test_an_answer_that_spells_role_markers_is_masked_whole(name: str) -> None:
     """D5; the spelt markers become tokens, as in a server, and the conversation is counted for it."""
     family, tokenizer = FAMILIES[name], family_tokenizer(name)
