@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,5 +28,5 @@ def pad(rows: Sequence[Any]) -> Tensor:
     """int64 [B, T] of id rows, padded on the right with zeros that nothing reads."""
     padded = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.long)
     for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.as_tensor(row)
+        padded[i, : len(row)] = torch.from_numpy(np.array(row, dtype=np.int64))
     return padded

@@ -98,8 +98,9 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         write = run.artifacts.commit if stored is None else run.artifacts.amend
         write(artifact, manifest)
     run.wrote(artifact)
-    rejected = "".join(f" + {n} rejected ({reason})" for reason, n in manifest["counts"]["rejected"].items())
-    run.log.info("extract: %d prepared samples = %d stored%s", len(prepared.lengths), capture.kept()[0], rejected)
+    counts = manifest["counts"]
+    rejected = "".join(f" + {n} rejected ({reason})" for reason, n in counts["rejected"].items())
+    run.log.info("extract: %d prepared samples = %d stored%s", counts["prepared"], counts["stored"], rejected)
     return manifest["metrics"]
 
 
