@@ -63,6 +63,9 @@ def command() -> int:
             return 0 if composed is None else execute(composed)
         except Eagle3Error as error:
             return _refuse(str(error), error.exit_code)
+        except BrokenPipeError:  # `eagle3 --help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except KeyboardInterrupt:
             return _refuse("stopped; the same command goes on from what is complete", 1)
         except Exception as error:
@@ -92,9 +95,11 @@ def compose() -> Composed | None:
     plugins.register()
     sweep.register()
     sys.argv[1:] = arranged(sys.argv[1:])
-    arguments: dict[str, Any] = {"config_path": "pkg://eagle3.conf", "config_name": "config", "version_base": "1.3"}
-    if "execution_whitelist" in inspect.signature(hydra.main).parameters:
-        arguments["execution_whitelist"] = ["eagle3", "lightning"]
+    arguments: dict[str, Any] = {"config_path": "pkg://eagle3.conf", "config_name": "config"}
+    if "execution_whitelist" in inspect.signature(hydra.main).parameters:  # Hydra 1.4
+        arguments["execution_whitelist"] = ["eagle3.*"]
+    else:
+        arguments["version_base"] = "1.3"
     with _raising():
         hydra.main(**arguments)(receive)()
     for item in received:

@@ -343,6 +343,13 @@ def _check_nodes(value: Any, where: str, faults: list[str]) -> None:
             _check_nodes(item, f"{where}[{i}]", faults)
 
 
+def _targets(value: Any) -> list[str]:
+    """Every `_target_` below a value: what a configuration names is what its user wants to run."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [str(value["_target_"])] if isinstance(value, dict) and "_target_" in value else []
+    return own + [target for item in inner for target in _targets(item)]
+
+
 def root_cause(error: BaseException) -> str:
     """The innermost cause of an exception, type first."""
     while (inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
@@ -362,8 +369,10 @@ def build(node: dict[str, Any], _where_: str = "", **kwargs: Any) -> Any:
     where = _where_ or str(node.get("_target_"))
     locate(node, where)
     try:
-        partial = instantiate({**node, "_partial_": True, "_convert_": "all"})
-        return partial(**kwargs)
+        options: dict[str, Any] = {"_partial_": True, "_convert_": "all"}
+        if "_execution_whitelist_" in inspect.signature(instantiate).parameters:  # Hydra 1.4 wants to be told
+            return instantiate(node, **options, _execution_whitelist_=_targets(node))(**kwargs)
+        return instantiate({**node, **options})(**kwargs)
     except Eagle3Error:
         raise
     except InstantiationException as error:

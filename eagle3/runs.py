@@ -165,9 +165,12 @@ class Run:
 
     def show(self, renderable: RenderableType) -> None:
         """Prints a table or a text to the terminal and to run.log."""
-        self.console.print(renderable)
         with open(self._log_file, "a", encoding="utf-8") as file:
             Console(file=file, width=WIDTH, no_color=True).print(renderable)
+        try:
+            self.console.print(renderable)
+        except (BrokenPipeError, SystemExit):  # `eagle3 stage=runs | head`; rich leaves when its reader is gone
+            self.console.quiet = True
 
     def progress(self, total: float, unit: str, what: str) -> AbstractContextManager[Advance]:
         """Shows how far `what` is: yields `advance(n)`, n in `unit`s of `total`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -323,7 +324,10 @@ def _wait(command: Sequence[str]) -> int:
 
 def register() -> None:
     """Makes the launcher and the sweep folder's name known to Hydra."""
-    OmegaConf.register_new_resolver("eagle3.sweep_id", sweep_id, replace=True)
+    # OmegaConf 2.4 calls it register_resolver, a name that 2.3 still has for something older.
+    renamed = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
+    register_resolver: Any = OmegaConf.register_resolver if renamed else OmegaConf.register_new_resolver
+    register_resolver("eagle3.sweep_id", sweep_id, replace=True)
     # Hydra takes launchers only under names in `hydra_plugins`, a namespace that is not ours to install into.
     Plugins.instance().class_name_to_class["hydra_plugins.eagle3.ProcessLauncher"] = ProcessLauncher
     ProcessLauncher.failures.clear()

@@ -247,7 +247,7 @@ def _explain_field(path: str, text: str) -> str:
         return _unknown(path)
     if "missing mandatory value" in text:
         return _missing(path)
-    if "is not a ListConfig, list or tuple" in text:
+    if "is not a ListConfig" in text:
         return f"{path}: found a single value, expected a list; write '{path}=[...]' (in quotes)"
     found = re.match(r"Value ('.*?') .*(?:converted to|not a valid) (\w+)", text)
     if found and found.group(2) in TYPES:

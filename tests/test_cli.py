@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -309,6 +310,17 @@ def test_an_explicit_run_folder_is_used_once(
     assert "holds a run already" in capsys.readouterr().err
     assert (here / "mine" / "config.yaml").read_text() == before
     assert not (here / "outputs" / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["stage=runs"]])
+def test_a_reader_that_leaves_is_no_failure(words: list[str], here: Path) -> None:
+    """`eagle3 --help | head -1`: the reader closes the pipe early."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "eagle3", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, "Broken" in done.stderr) == (0, False), done.stderr
 
 
 def test_ranks_share_one_run_folder(here: Path, staged: tuple[Path, dict[str, str]]) -> None:
