@@ -8,6 +8,7 @@ same states, so the rows of a batch times the layers are one line that is cut in
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -26,6 +27,7 @@ from eagle3.engines.matching import OpenSample, RowMatcher, Run
 from eagle3.errors import EngineError
 
 WRITE_BYTES = 16 * 2**20
+FLUSH_SECONDS = 0.5
 
 
 def share(rank: int, world: int, layers: int, rows: int) -> list[tuple[int, int]]:
@@ -127,8 +129,13 @@ class Recorder:
         self._seconds = {"model": 0.0, "copy": 0.0, "write": 0.0, "wait": 0.0}
         self._filled: queue.Queue[Slot | None] = queue.Queue()
         self._pool = ThreadPoolExecutor(writers, thread_name_prefix="eagle3-write")
-        self._drainer = threading.Thread(target=self._drain, name="eagle3-match", daemon=True)
-        self._drainer.start()
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"eagle3-{name}", daemon=True)
+            for name, work in (("match", self._drain), ("flush", self._flush))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def open(self, shard: dict[str, Any]) -> None:
         """Expects a shard's samples.
@@ -252,7 +259,9 @@ class Recorder:
     def close(self) -> None:
         """Waits for what is in flight and closes the files."""
         self._filled.put(None)
-        self._drainer.join()
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
         self._pool.shutdown(wait=True)
         for shard in self._shards.values():
             for descriptor in shard.descriptors.values():
@@ -292,7 +301,7 @@ class Recorder:
     def _write(self, slot: Slot) -> None:
         with self._lock:
             runs = self._matcher.match(slot.input_ids[: slot.rows].numpy(), slot.positions[: slot.rows].numpy())
-        jobs: list[Job] = []
+        jobs: dict[int, list[Job]] = {layer_id: [] for layer_id in self.layer_ids}
         at = 0
         finite = slot.finite.numpy()
         for layer_id, (first, last) in zip(self.layer_ids, slot.parts, strict=True):
@@ -305,12 +314,14 @@ class Recorder:
                 if not finite[source : source + end - begin].all():
                     shard.rejected.add(member)
                 piece = (member, sample_row, end - begin)
-                self._add(jobs, Job(shard, layer_id, source, run.sample.first_row + sample_row, [piece]))
+                self._add(jobs[layer_id], Job(shard, layer_id, source, run.sample.first_row + sample_row, [piece]))
             at += last - first
-        slot.pending = len(jobs)
-        if not jobs:
+        # In turn from each layer: a file takes one write at a time, so neighbours should go to different files.
+        in_turn = [job for group in itertools.zip_longest(*jobs.values()) for job in group if job is not None]
+        slot.pending = len(in_turn)
+        if not in_turn:
             self._written(slot, runs)
-        for job in jobs:
+        for job in in_turn:
             self._pool.submit(self._write_rows, slot, runs, job)
 
     def _add(self, jobs: list[Job], job: Job) -> None:
@@ -326,6 +337,20 @@ class Recorder:
         if job.layer_id not in job.shard.descriptors:
             job.shard.descriptors[job.layer_id] = os.open(job.shard.files[job.layer_id][0], os.O_WRONLY)
         jobs.append(job)
+
+    def _flush(self) -> None:
+        """The flushing thread: sends what was written on to the disk, so that little is left when a shard is done."""
+        while not self._closed.wait(FLUSH_SECONDS):
+            with self._lock:
+                # Duplicates, since a shard's own descriptors are closed when it is complete.
+                files = [os.dup(file) for shard in self._shards.values() for file in shard.descriptors.values()]
+            for file in files:
+                try:
+                    os.fdatasync(file)
+                except OSError as error:
+                    self._fail(error)
+                finally:
+                    os.close(file)
 
     def _write_rows(self, slot: Slot, runs: list[Run], job: Job) -> None:
         try:

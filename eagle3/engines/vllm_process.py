@@ -28,6 +28,8 @@ CLOSE_SECONDS = 20.0
 # vLLM puts "(Worker_TP1 pid=17) ERROR 11-30 00:12:13 [core.py:100] " in front of each line.
 PREFIX = re.compile(r"^(\([^)]*pid=\d+\) *)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 
+WARNED = re.compile(r"^(\([^)]*pid=\d+\) *)?(DEBUG|INFO|WARNING) [\d-]+ [\d:.]+ ")
+
 
 class EngineProcess:
     """A running `vllm_host`. `receive` hands out its messages; answers of `call` are told from finished requests."""
@@ -162,8 +164,11 @@ class EngineProcess:
 
 
 def first_exception(log: str) -> str | None:
-    """The line that ends the first traceback of a log, vLLM's own prefixes taken away; None when there is none."""
-    lines = [PREFIX.sub("", line) for line in log.splitlines()]
+    """The line that ends the first traceback of a log, vLLM's own prefixes taken away; None when there is none.
+
+    Tracebacks that vLLM logs as warnings (an optional package that is absent) do not count.
+    """
+    lines = [PREFIX.sub("", line) for line in log.splitlines() if not WARNED.match(line)]
     for start, line in enumerate(lines):
         if line.startswith("Traceback (most recent call last)"):
             for ending in lines[start + 1 :]:
