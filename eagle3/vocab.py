@@ -91,8 +91,8 @@ def check_map(d2t: Tensor, t2d: Tensor, where: str) -> None:
     """Raises StoreError, naming `where`, unless d2t and t2d describe the same D distinct target ids."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or d2t.dim() != 1 or t2d.dim() != 1:
         raise StoreError(
-            f"{where}: found d2t {d2t.dtype} {list(d2t.shape)} and t2d {t2d.dtype} {list(t2d.shape)}, expected int64 [D] "
-            "and bool [V]"
+            f"{where}: found d2t {d2t.dtype} {list(d2t.shape)} and t2d {t2d.dtype} {list(t2d.shape)}, expected int64 "
+            "[D] and bool [V]"
         )
     ids = d2t + torch.arange(d2t.numel())
     if int(t2d.sum()) != d2t.numel():
