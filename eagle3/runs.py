@@ -209,9 +209,11 @@ class Run:
 
     def _note_artifact(self, direction: str, artifact: Artifact) -> Artifact:
         entry = {"kind": artifact.kind, "id": artifact.id, "folder": str(artifact.folder)}
-        if entry not in self._lineage[direction] and self.rank == 0:
+        known = self._lineage["read"] + self._lineage["wrote"] if direction == "read" else self._lineage["wrote"]
+        if entry not in known and self.rank == 0:
             self._lineage[direction].append(entry)
-            self.artifacts.context["made_from"] = [f"{e['kind']}/{e['id']}" for e in self._lineage["read"]]
+            made_from = [f"{e['kind']}/{e['id']}" for e in self._lineage["read"] + self._lineage["wrote"]]
+            self.artifacts.context["made_from"] = made_from
             self._write_provenance()
             self._link(artifact)
         return artifact

@@ -37,6 +37,7 @@ from eagle3.artifacts import digest, drop_lock, take_lock, write_json
 from eagle3.config import Config
 from eagle3.errors import RequestError, StageFailed
 from eagle3.progress import duration
+from eagle3.runs import WIDTH
 from eagle3.validation import explain, known_depth, validate
 
 # Stages that need hidden states of all the layers that a sweep asks for.
@@ -128,7 +129,7 @@ class ProcessLauncher(Launcher):
         self.context = hydra_context
         self.config = config
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs what is not done yet. A failed job is noted in `failures` and does not stop the others."""
@@ -160,7 +161,7 @@ class ProcessLauncher(Launcher):
                 run_job(self.config.hydra, job.overrides, self.folder / job.name)
             finally:
                 summarize(self.folder, index)
-        self.console.print(_table(self.folder, index))
+        self.console.print(table(summarize(self.folder, index)))
         self.console.print(f"all metrics: {self.folder / 'summary.csv'}", markup=False, soft_wrap=True)
         return [self._returned(job) for job in jobs]
 
@@ -270,15 +271,19 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _table(folder: Path, index: dict[str, list[str]]) -> Table:
-    rows = summarize(folder, index)
-    metrics = [k for k in dict.fromkeys(k for row in rows for k in row) if k.rpartition(".")[2] in HEADLINES]
-    table = Table("job", "status", "time", *metrics)
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The summary on a screen: of its metrics only the headlines, each from the stage that names it first."""
+    known = dict.fromkeys(key for row in rows for key in row)
+    paths = [next((k for k in known if k.count(".") < 2 and k.rpartition(".")[2] == name), None) for name in HEADLINES]
+    shown = [(name, path) for name, path in zip(HEADLINES, paths, strict=True) if path is not None]
+    found = Table("job", "status", "time", *(name.replace("_", " ") for name, _ in shown))
     for row in rows:
         seconds = row.get("seconds")
-        values = [f"{row[m]:.3f}" if isinstance(row.get(m), float) else str(row.get(m, "")) for m in metrics]
-        table.add_row(row["job"], row["status"], duration(seconds) if seconds is not None else "", *values)
-    return table
+        values = [
+            f"{row[path]:.3f}" if isinstance(row.get(path), float) else str(row.get(path, "")) for _, path in shown
+        ]
+        found.add_row(row["job"], row["status"], duration(seconds) if seconds is not None else "", *values)
+    return found
 
 
 def _ended(message: str, code: int) -> Exception:

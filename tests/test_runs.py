@@ -42,6 +42,7 @@ def test_a_run_leaves_plain_files_that_tell_everything(cfg: Config) -> None:
     run.artifacts.begin(states)
     run.artifacts.commit(states, {})
     run.wrote(states)
+    run.read(states)
     run.note(engine={"name": "transformers", "version": "5"})
     run.record({"loss": 1.5}, step=3)
     with run.timed("capture"):

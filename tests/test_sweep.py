@@ -145,6 +145,19 @@ def test_the_summary_has_a_column_for_each_override_and_metric(tmp_path: Path) -
     assert (found["b"]["status"], found["c"]["status"]) == ("waiting", "running")
 
 
+def test_the_table_shows_headlines_only() -> None:
+    done = {"train.loss": 0.5, "train.validation.loss": 0.25, "evaluate.acceptance_length": 1.75, "train.steps": 3}
+    shown = sweep.table([{"job": "a", "status": "done", "seconds": 61.0, **done}, {"job": "b", "status": "waiting"}])
+    assert [column.header for column in shown.columns] == ["job", "status", "time", "loss", "acceptance length"]
+    assert [list(column.cells) for column in shown.columns] == [
+        ["a", "b"],
+        ["done", "waiting"],
+        ["1m01s", ""],
+        ["0.500", ""],
+        ["1.750", ""],
+    ]
+
+
 def test_a_failed_job_stops_no_other_and_is_tried_again(tmp_path: Path, env: dict[str, str]) -> None:
     """S12: the same sweep again skips what is done and tries the rest; the earlier attempt is kept beside it."""
     (tmp_path / "outputs").mkdir()
