@@ -1,0 +1,76 @@
+"""The whole walk by one command on a tiny model: prompts in, a drafter folder and a table out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3 import cli
+
+STAGES = ("prepare", "extract", "train", "export", "evaluate")
+
+
+def chats(path: Path, count: int, first: int = 0) -> Path:
+    """A file of short questions with answers."""
+    with open(path, "w", encoding="utf-8") as file:
+        for i in range(first, first + count):
+            turns = [("user", f"What is the capital of France, {i}?"), ("assistant", "The capital of France is Paris.")]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def test_smoke_runs_every_stage_once(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`+experiment=smoke`: all stages in one run, linked to what they made; again, everything is a hit."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *("+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl"),
+        *(f"dataset.sources.train.path={chats(Path('train.jsonl'), 12)}", "seed=3"),
+        f"+dataset.sources.asked={{path: {chats(Path('asked.jsonl'), 3, first=50)}, role: heldout}}",
+    ]
+    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
+    assert cli.command() == 0
+    (first,) = Path("outputs/runs").glob("*/*")
+    result = json.loads((first / "result.json").read_text())
+    assert tuple(result["metrics"]) == STAGES
+    assert result["metrics"]["extract"]["samples"] == 12
+    assert 1 <= result["metrics"]["evaluate"]["acceptance_length"] <= 4
+    assert result["metrics"]["evaluate"]["lossless"] is True
+    lineage = json.loads((first / "artifacts.json").read_text())
+    assert [entry["kind"] for entry in lineage["wrote"]] == ["prepared", "states", "drafter", "export"]
+    for entry in lineage["wrote"]:
+        assert (first / entry["kind"] / "manifest.json").is_file()
+    assert Path(result["metrics"]["export"]["folder"], "config.json").is_file()
+
+    before = {path: path.stat().st_mtime_ns for path in Path("outputs/artifacts").rglob("*") if path.is_file()}
+    assert cli.command() == 0
+    (second,) = {*Path("outputs/runs").glob("*/*")} - {first}
+    assert json.loads((second / "artifacts.json").read_text())["wrote"] == []
+    assert {path: path.stat().st_mtime_ns for path in Path("outputs/artifacts").rglob("*") if path.is_file()} == before
+    again = json.loads((second / "result.json").read_text())["metrics"]
+    assert again["train"] == result["metrics"]["train"]
+
+
+def test_a_dry_run_says_what_would_be_done_and_makes_nothing(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = f"dataset.sources.train.path={chats(Path('train.jsonl'), 4)}"
+    words = ["+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", source, "dry_run=true"]
+    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
+    assert cli.command() == 0
+    assert "extract, train, export, evaluate would follow" in capsys.readouterr().err
+    assert not list(Path("outputs").rglob("manifest.json"))
+
+
+def test_layers_that_the_model_lacks_are_refused_before_any_work(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model=llama", f"model.path={tiny_target}", "layers.ids=[2,30,58]", "dataset=custom"]
+    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
+    assert cli.command() == 2
+    assert "layers.ids: found 30 in [2, 30, 58], expected ids of 0 to 6" in capsys.readouterr().err
