@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -132,18 +133,18 @@ class Artifacts:
         """
         artifact, where = expected, kind
         if given is not None:
-            folder = Path(given).expanduser() if os.sep in given or Path(given).is_dir() else self.root / kind / given
-            artifact, where = Artifact(kind, folder.name, folder.absolute()), f"inputs.{kind}={given}"
+            artifact, where = self._given(kind, given), f"inputs.{kind}={given}"
         if artifact.complete:
             try:
-                found = artifact.manifest().get("kind", kind)
+                manifest = artifact.manifest()
             except StoreError as error:
                 raise RequestError(str(error)) from error
+            found = manifest.get("kind", kind)
             if found != kind:
                 raise RequestError(
                     f"{where}: {artifact.folder} holds a {found} artifact, expected {kind}; run `{make}`"
                 )
-            return artifact
+            return dataclasses.replace(artifact, id=manifest.get("id", artifact.id))
         if artifact.partial.exists():
             raise RequestError(
                 f"{where}: {artifact.partial} is half-written, expected a complete artifact; run `{make}` to finish it"
@@ -152,6 +153,15 @@ class Artifacts:
         raise RequestError(
             f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact; run `{make}`"
         )
+
+    def _given(self, kind: str, given: str) -> Artifact:
+        """A folder (a run folder's link to it, too), or an id, of which a beginning is enough when only one fits."""
+        if os.sep in given or Path(given).is_dir():
+            folder = Path(given).expanduser().resolve()
+        else:
+            fitting = [path for path in (self.root / kind).glob(f"{glob.escape(given)}*") if not path.suffix]
+            folder = fitting[0] if len(fitting) == 1 else self.root / kind / given
+        return Artifact(kind, folder.name, folder)
 
     @contextmanager
     def lock(self, artifact: Artifact) -> Iterator[None]:

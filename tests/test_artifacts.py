@@ -109,8 +109,21 @@ def test_resolve_takes_lineage_an_id_or_a_folder(artifacts: Artifacts) -> None:
     first, second = made(artifacts), made(artifacts, identity={"a": 2})
     assert artifacts.resolve("prepared", None, first, "make it") == first
     assert artifacts.resolve("prepared", second.id, first, "make it").folder == second.folder
-    found = artifacts.resolve("prepared", str(second.folder), first, "make it")
-    assert (found.id, found.folder) == (second.id, second.folder)
+    link = artifacts.root.parent / "prepared"
+    link.symlink_to(second.folder)
+    for given in (second.folder, link):
+        found = artifacts.resolve("prepared", str(given), first, "make it")
+        assert (found.id, found.folder) == (second.id, second.folder)
+
+
+def test_the_beginning_of_an_id_is_enough_when_only_one_fits(artifacts: Artifacts) -> None:
+    first, second = made(artifacts), made(artifacts, identity={"a": 2})
+    artifacts.begin(artifacts.of("prepared", {"a": 3}))
+    assert artifacts.resolve("prepared", first.id[:8], second, "make it").folder == first.folder
+    for name in ("zz1", "zz2"):
+        (artifacts.root / "prepared" / name).mkdir()
+    with pytest.raises(RequestError, match=r"inputs\.prepared=zz: found nothing"):
+        artifacts.resolve("prepared", "zz", second, "make it")
 
 
 def test_resolve_names_the_command_that_makes_what_is_missing(artifacts: Artifacts, tmp_path: Path) -> None:
