@@ -224,6 +224,14 @@ class EvaluateConfig:
 
 
 @dataclass
+class RehearseConfig:
+    """The dress rehearsal before vLLM loads the whole target."""
+
+    before_load: bool = True
+    batches: int = number(8, least=1)
+
+
+@dataclass
 class InspectConfig:
     """Which prepared samples `stage=inspect` prints."""
 
@@ -253,6 +261,7 @@ class Config:
     store: StoreConfig = field(default_factory=StoreConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
     runs: RunsConfig = field(default_factory=RunsConfig)
     inputs: InputsConfig = field(default_factory=InputsConfig)

@@ -171,11 +171,8 @@ class LayerFile:
         self._write(data, self.data_offset + start * self.layout.row_bytes)
 
     def read(self, start: int, length: int) -> Tensor:
-        """The rows [length, H] from `start` on, as they are in the file. StoreError when it ends before."""
-        data = bytearray(length * self.layout.row_bytes)
-        if os.preadv(self.handle, [data], self.data_offset + start * self.layout.row_bytes) != len(data):
-            raise StoreError(f"{self.path}: ended early at row {start} (+{length})")
-        return torch.frombuffer(data, dtype=self.layout.torch_dtype).view(length, self.layout.hidden_size)
+        """The rows [length, H] from `start` on, as they are in the file."""
+        return read_rows(self.path, self.layout, self.data_offset, start, length)
 
     def close(self) -> None:
         """Writes the checksums and waits until everything is on the disk."""
@@ -298,6 +295,18 @@ def check_layer_file(path: Path, layout: Layout, plan: ShardPlan, layer_id: int,
                 if zlib.crc32(rows) != expected_sum:
                     return f"has damaged rows (checksum of sample {sample_id})"
     return None
+
+
+def read_rows(path: Path, layout: Layout, data_offset: int, start: int, length: int) -> Tensor:
+    """The rows [length, H] of a layer file from `start` on. StoreError when it ends before."""
+    with path.open("rb", buffering=0) as file:
+        data = bytearray(length * layout.row_bytes)
+        view, offset = memoryview(data), data_offset + start * layout.row_bytes
+        while view and (count := os.preadv(file.fileno(), [view], offset)):
+            view, offset = view[count:], offset + count
+    if view:
+        raise StoreError(f"{path}: ended early in rows {start} (+{length}); run `eagle3 stage=verify`")
+    return torch.frombuffer(data, dtype=layout.torch_dtype).view(length, layout.hidden_size)
 
 
 def data_start(path: Path) -> int:

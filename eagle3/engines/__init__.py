@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from eagle3.errors import RequestError
 
@@ -90,16 +92,93 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(cfg: Config, target: Target) -> Engine:
-    """Loads the target into the engine that `hardware.engine` names. RequestError for one that is not there."""
-    if cfg.hardware.engine == "transformers":
-        from eagle3.engines.transformers import TransformersEngine
+def open_engine(cfg: Config, target: Target, log_file: Path | None = None) -> Engine:
+    """The target in the engine that `hardware.engine` names: loaded now, or one that `keep_engine` has kept.
 
-        return TransformersEngine(target, cfg.hardware)
-    raise RequestError(
-        f"hardware.engine: found {cfg.hardware.engine!r}, expected 'transformers' (the only engine of this version); "
-        "try hardware=cpu or hardware=gpu_1"
-    )
+    An engine with processes of its own writes their output to `log_file`. RequestError for a wrong setting, EngineError
+    when it does not come up.
+    """
+    if _keeper is not None:
+        return _keeper.open(cfg, target, log_file)
+    if cfg.hardware.engine == "vllm":
+        from eagle3.engines.vllm import VllmEngine
+
+        return VllmEngine(cfg, target, log_file=log_file)
+    from eagle3.engines.transformers import TransformersEngine
+
+    return TransformersEngine(target, cfg.hardware)
+
+
+def engine_is_open(cfg: Config, target: Target) -> bool:
+    """Whether `open_engine` would load nothing."""
+    return _keeper is not None and _keeper.holds(cfg, target)
+
+
+@contextmanager
+def keep_engine() -> Iterator[None]:
+    """Within it, an engine that is closed stays loaded for whoever opens the same one next; one load for two stages."""
+    global _keeper
+    before, _keeper = _keeper, _Keeper()
+    keeper = _keeper
+    try:
+        yield
+    finally:
+        _keeper = before
+        keeper.release()
+
+
+class _Keeper:
+    """Holds the one engine that is loaded, with the settings that it was loaded for."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.settings = ""
+
+    def holds(self, cfg: Config, target: Target) -> bool:
+        return self.engine is not None and self.settings == self._settings(cfg, target)
+
+    def open(self, cfg: Config, target: Target, log_file: Path | None) -> Engine:
+        global _keeper
+        if not self.holds(cfg, target):
+            self.release()
+            _keeper = None
+            try:
+                self.engine, self.settings = open_engine(cfg, target, log_file), self._settings(cfg, target)
+            finally:
+                _keeper = self
+        return cast(Engine, _Kept(self.engine))
+
+    def release(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    @staticmethod
+    def _settings(cfg: Config, target: Target) -> str:
+        lengths = (cfg.dataset.max_length, cfg.dataset.max_new_tokens)
+        return repr((target.folder, cfg.model, cfg.hardware, lengths, cfg.seed))
+
+
+class _Kept:
+    """An engine that its user cannot close."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __enter__(self) -> _Kept:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+_keeper: _Keeper | None = None
 
 
 def compute_dtype(hardware: HardwareConfig, target: Target) -> str:

@@ -6,14 +6,14 @@ sequence owns a row, a step writes one column per row, and attention reads rows 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-CLEARED_AHEAD = 64
 
 
 @dataclass
@@ -35,12 +35,12 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, cursor: Cursor, slots: int, capacity: int) -> None:
         super().__init__()
         self.cursor, self.slots, self.capacity = cursor, slots, capacity
-        self.cleared = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        for name, states in (("keys", key_states), ("values", value_states)):
-            shape = (self.slots, states.shape[1], self.capacity, states.shape[3])
-            setattr(self, name, torch.empty(shape, dtype=states.dtype, device=states.device))
+        self.keys, self.values = (
+            zeros((self.slots, states.shape[1], self.capacity, states.shape[3]), states)
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -50,12 +50,6 @@ class RowLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         cursor = self.cursor
-        if cursor.width > self.cleared:
-            # What lies behind a mask is multiplied by 0, and 0 times an old NaN is NaN. Cleared in strips, since
-            # touching all of the memory at once can cost more than the decoding.
-            strip = slice(self.cleared, cursor.width + CLEARED_AHEAD)
-            self.keys[:, :, strip], self.values[:, :, strip] = 0, 0
-            self.cleared = cursor.width + CLEARED_AHEAD
         rows = cursor.rows[:, None].expand_as(cursor.positions)
         live = slice(len(cursor.rows)) if cursor.dense else cursor.rows
         self.keys[rows, :, cursor.positions] = key_states.transpose(1, 2)
@@ -95,3 +89,14 @@ class RowCache(Cache):
         """Copies the first `width` columns of one row into others, in every layer."""
         for layer in self.row_layers:
             layer.copy_columns(source, targets, width)
+
+
+def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros of a tensor's dtype and device; on a CPU the memory is taken only as it is touched.
+
+    Zeros, since what lies behind a mask is multiplied by 0, and 0 times an old NaN is NaN. torch.zeros writes them all
+    at once, which for slots of the longest length costs seconds, and memory that most rows never use.
+    """
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8)).view(like.dtype).view(shape)

@@ -24,6 +24,9 @@ from eagle3.errors import RequestError
 if TYPE_CHECKING:
     from eagle3.engines.transformers import TransformersEngine
 
+# Tokens for which each slot has memory on average; the longest sequences share the slots of several.
+TOKENS_PER_SLOT = 512
+
 
 @dataclass
 class Continuation:
@@ -54,7 +57,7 @@ class Generator:
         if not waiting:
             return
         slots = min(self.engine.hardware.generate_slots, len(waiting))
-        capacity = max(len(prompt.input_ids) + prompt.max_new_tokens for prompt in waiting)
+        capacity = max(_most_tokens(prompt) for prompt in waiting)
         # The row behind the last slot keeps the shared prefix.
         self.cache = RowCache(self.engine.target.shape.num_layers, slots + 1, capacity)
         self.prefix = 0
@@ -62,8 +65,8 @@ class Generator:
         live: list[Continuation] = []
         while waiting or live:
             # A few at a time: a prefill of one short prompt would use the machine badly.
-            if waiting and (not live or slots - len(live) >= max(slots // 8, 1)):
-                group = [self._begin(waiting.popleft()) for _ in range(min(slots - len(live), len(waiting)))]
+            group = self._admit(waiting, live, slots) if slots - len(live) >= max(slots // 8, 1) else []
+            if group:
                 logits = self._prefill(group, len(live))
                 first, live = len(live), live + group
             else:
@@ -84,17 +87,25 @@ class Generator:
         window = getattr(text, "sliding_window", None)
         limit = min(self.engine.target.shape.max_position_embeddings, window or 1 << 62)
         for prompt in prompts:
-            total = len(prompt.input_ids) + prompt.max_new_tokens
             if not len(prompt.input_ids):
                 raise RequestError(f"prompt {prompt.key}: found no token, expected at least one to continue")
-            if total > limit:
+            if _most_tokens(prompt) > limit:
                 raise RequestError(
                     f"prompt {prompt.key}: {len(prompt.input_ids)} tokens and {prompt.max_new_tokens} new ones exceed "
                     f"the {limit} that the model attends to; lower dataset.max_length or dataset.max_new_tokens"
                 )
 
-    def _begin(self, prompt: Prompt) -> Continuation:
-        return Continuation(prompt, random.Random(f"{self.seed}:{prompt.key}"))
+    def _admit(self, waiting: deque[Prompt], live: Sequence[Continuation], slots: int) -> list[Continuation]:
+        """Takes the next prompts for the free slots; fewer while sequences are long, so that memory stays bounded."""
+        group: list[Continuation] = []
+        tokens = sum(_most_tokens(continuation.prompt) for continuation in live)
+        while waiting and len(live) + len(group) < slots:
+            tokens += _most_tokens(waiting[0])
+            if tokens > slots * TOKENS_PER_SLOT and (live or group):
+                break
+            prompt = waiting.popleft()
+            group.append(Continuation(prompt, random.Random(f"{self.seed}:{prompt.key}")))
+        return group
 
     def _fill_prefix(self, prompts: Sequence[Prompt], row: int) -> int:
         """Computes what all prompts share, each keeping at least one token of its own; returns its length."""
@@ -158,6 +169,10 @@ class Generator:
         if continuation.token_ids[-1] in self.stop_ids:
             return "stop"
         return "length" if len(continuation.token_ids) >= continuation.prompt.max_new_tokens else None
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    return len(prompt.input_ids) + prompt.max_new_tokens
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

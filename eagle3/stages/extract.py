@@ -17,12 +17,12 @@ from eagle3.artifacts import Artifact, Artifacts, write_json
 from eagle3.capture import Capture, CaptureCount
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, LayersConfig
-from eagle3.engines import compute_dtype, expected_tokens_per_s, open_engine
+from eagle3.engines import compute_dtype, expected_tokens_per_s
 from eagle3.errors import RequestError
 from eagle3.progress import duration
 from eagle3.runs import Run
 from eagle3.shards import Layout, plan_shards, shards_at
-from eagle3.stages import prepare
+from eagle3.stages import prepare, rehearse
 from eagle3.tokens import Prepared
 
 MAKE = "eagle3 stage=extract"
@@ -151,7 +151,8 @@ def _capture(
     if not missing:
         return CaptureCount()
     max_failed = int(cfg.store.max_failed_fraction * sum(len(plan.rows) for plan in capture.plans))
-    with open_engine(cfg, target) as engine:
+    lengths = [length for number in missing for length in capture.plans[number].lengths]
+    with rehearse.open_rehearsed(cfg, run, target, lengths) as engine:
         run.note(adapter=target.adapter.name, engine=dataclasses.asdict(engine.info()))
         with run.progress(capture.tokens(missing), "tokens", "extract") as advance:
             return capture.run(engine, prepared.samples, missing, max_failed, advance)

@@ -6,11 +6,13 @@ The whole walk in one run folder. Every stage finds the one before it through it
 from __future__ import annotations
 
 import importlib
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from eagle3 import layers
 from eagle3.config import Config, StageConfig
+from eagle3.engines import keep_engine
 from eagle3.runs import Run
 from eagle3.validation import known_depth
 
@@ -26,10 +28,20 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
     metrics: dict[str, Any] = {}
+    with ExitStack() as loaded:
+        # The target is loaded once for its answers and its states.
+        loaded.enter_context(keep_engine())
+        _run_stages(cfg, run, metrics, loaded)
+    return metrics
+
+
+def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStack) -> None:
     for number, (name, lineage) in enumerate(STAGES.items(), 1):
         stage = importlib.import_module(f"eagle3.stages.{name}")
         run.log.info("%d/%d %s", number, len(STAGES), name)
         staged = replace(cfg, stage=StageConfig(name=name))
+        if name not in ("prepare", "extract"):
+            loaded.close()  # training needs the memory
         with run.timed(name):
             metrics[name] = stage.run(staged, run)
         if run.rank > 0 and name == "train":
@@ -39,4 +51,3 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
             rest = ", ".join(list(STAGES)[number:])
             run.log.info("dry run: %s would follow, from artifacts that do not exist yet", rest)
             break
-    return metrics

@@ -20,13 +20,14 @@ from eagle3.artifacts import Artifact, Artifacts
 from eagle3.assets import cache_folder
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
-from eagle3.engines import Engine, compute_dtype, open_engine
+from eagle3.engines import Engine, compute_dtype
 from eagle3.errors import RequestError, StageFailed
 from eagle3.preparation_report import Counts, make_report, nothing_left, report_table
 from eagle3.prepared import PreparedWriter, prompt_group
 from eagle3.prompts import Conversation, SourceCount, read_source, source_identity
 from eagle3.rendering import Template, Unrenderable
 from eagle3.runs import Run
+from eagle3.stages.rehearse import open_rehearsed
 from eagle3.tokens import Prepared, Tokens, check_template, special_ids, stop_ids, tokenize
 from eagle3.vocab import build_vocab, check_size
 
@@ -247,7 +248,7 @@ class _Preparation:
 
         def engine() -> Engine:
             if not opened:
-                opened.append(stack.enter_context(open_engine(self.cfg, self.target)))
+                opened.append(stack.enter_context(open_rehearsed(self.cfg, self.run, self.target)))
                 self.run.note(engine=dataclasses.asdict(opened[0].info()))
             return opened[0]
 

@@ -1,0 +1,122 @@
+"""Stage rehearse: the extraction on a few layers with random weights, before anything expensive starts (before step 3).
+
+Whoever loads the target into the vllm engine comes here first, unless the same rehearsal has passed on this machine or
+`rehearse.before_load=false`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from eagle3.artifacts import Artifact
+from eagle3.checkpoint import Target, open_target
+from eagle3.engines import Engine, engine_is_open, open_engine
+from eagle3.errors import RequestError, StageFailed
+from eagle3.runs import Run
+from eagle3.tokens import Prepared
+
+if TYPE_CHECKING:
+    from eagle3.config import Config
+    from eagle3.rehearsal import Rehearsal
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Rehearses and prints the verdict. Returns `passed` and what was measured; StageFailed when a check fails."""
+    from eagle3.stages import extract
+
+    if cfg.hardware.engine != "vllm":
+        raise RequestError(
+            f"hardware.engine: found {cfg.hardware.engine!r}, a rehearsal is for the vllm engine; try hardware=h200_x1"
+        )
+    target = open_target(cfg)
+    lengths: Sequence[int] | None = None
+    try:
+        prepared = Prepared.open(extract.source(cfg, run.artifacts).folder)
+        lengths = [int(length) for length in prepared.lengths]
+    except RequestError as error:
+        run.log.info("rehearse: without prepared samples, so disk and time are not forecast (%s)", error)
+    if cfg.dry_run:
+        run.log.info("rehearse: would start vllm on %s", target.shape.architecture)
+        return {}
+    return perform(cfg, run, target, extract.wanted_ids(cfg.layers, target.shape.num_layers), lengths)
+
+
+def open_rehearsed(cfg: Config, run: Run, target: Target, lengths: Sequence[int] | None = None) -> Engine:
+    """The target's engine; what vllm loads is rehearsed first. `lengths` are those of the samples to capture."""
+    if cfg.hardware.engine == "vllm" and cfg.rehearse.before_load and not engine_is_open(cfg, target):
+        from eagle3.stages import extract
+
+        layer_ids = extract.wanted_ids(cfg.layers, target.shape.num_layers)
+        if not forecast(cfg, run, target, layer_ids):
+            perform(cfg, run, target, layer_ids, lengths)
+    return open_engine(cfg, target, run.folder / "engine.log")
+
+
+def forecast(cfg: Config, run: Run, target: Target, layer_ids: Sequence[int]) -> dict[str, Any]:
+    """The numbers of a rehearsal of these settings that has passed on this machine; empty when there is none."""
+    artifact = _artifact(cfg, run, target, layer_ids)
+    return run.read(artifact).manifest()["metrics"] if artifact.complete else {}
+
+
+def perform(
+    cfg: Config, run: Run, target: Target, layer_ids: Sequence[int], lengths: Sequence[int] | None
+) -> dict[str, Any]:
+    """Rehearses now; keeps the outcome when it passed."""
+    from eagle3.rehearsal import Extraction, rehearse
+
+    artifact = _artifact(cfg, run, target, layer_ids)
+    root = run.artifacts.root
+    root.mkdir(parents=True, exist_ok=True)
+    extraction = Extraction(tuple(layer_ids), None if lengths is None else tuple(lengths), shutil.disk_usage(root).free)
+    outcome = rehearse(cfg, target, extraction, root / f"rehearsal-{artifact.id}.tmp", run.folder / "engine.log")
+    run.show(_table(outcome, target))
+    metrics = {"passed": outcome.passed, **outcome.numbers}
+    if not outcome.passed:
+        failed = "\n".join(f"{check.name}: {check.detail}" for check in outcome.checks if not check.passed)
+        raise StageFailed(
+            f"rehearse: {failed}\nnothing was loaded or extracted; correct this and run `eagle3 stage=rehearse` again"
+        )
+    manifest = {"checks": [dataclasses.asdict(check) for check in outcome.checks], "metrics": metrics}
+    if artifact.complete:
+        run.artifacts.amend(artifact, manifest)
+    else:
+        run.artifacts.begin(artifact)
+        run.artifacts.commit(artifact, manifest)
+    run.wrote(artifact)
+    return metrics
+
+
+def _artifact(cfg: Config, run: Run, target: Target, layer_ids: Sequence[int]) -> Artifact:
+    """Everything that the outcome depends on, the machine and vLLM's version among it, but not the data set."""
+    from eagle3.engines.vllm_settings import engine_arguments, installed_version
+
+    identity = {
+        "target": target.fingerprint(),
+        "arguments": engine_arguments(cfg, target, Path(), "dummy"),
+        "expected_backends": dict(cfg.hardware.expected_backends),
+        "captured": len(layer_ids),
+        "dtype": cfg.store.dtype,
+        "vllm": installed_version(),
+        "host": socket.gethostname(),
+    }
+    return run.artifacts.of("rehearsal", identity)
+
+
+def _table(outcome: Rehearsal, target: Target) -> Table:
+    verdict = "passed" if outcome.passed else "FAILED"
+    seconds = outcome.numbers.get("seconds")
+    took = f" in {seconds:.0f}s" if seconds else ""
+    table = Table(title=f"rehearsal of {target.shape.architecture}: {verdict}{took}", title_justify="left")
+    table.add_column("check")
+    table.add_column("")
+    table.add_column("found", overflow="fold")
+    for check in outcome.checks:
+        table.add_row(check.name, "ok" if check.passed else "FAILED", check.detail)
+    return table
