@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.adapters.llama import LlamaAdapter
 from eagle3.checkpoint import open_target
 from eagle3.config import HardwareConfig
-from eagle3.engines import Generation, Prompt, compute_dtype, expected_tokens_per_s, open_engine
+from eagle3.engines import Generation, Prompt, compute_dtype, expected_tokens_per_s, generation, open_engine
 from eagle3.engines.transformers import TransformersEngine
 from eagle3.errors import RequestError
 from eagle3.tokens import Sample
@@ -284,9 +285,25 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path):
         engine_of(folder)
 
 
-def test_engines_that_are_not_there(tiny_target: Path):
-    with pytest.raises(RequestError, match=r"^hardware\.engine: found 'sglang'"):
-        engine_of(tiny_target, engine="sglang")
+def test_a_family_that_needs_another_engine(tiny_target: Path, monkeypatch: pytest.MonkeyPatch):
+    """Kimi-K2.5 does not run here; the refusal comes before anything loads."""
+    monkeypatch.setattr(LlamaAdapter, "engines", ("vllm",))
+    with pytest.raises(RequestError, match=r"^hardware\.engine: the adapter llama runs with \['vllm'\]"):
+        engine_of(tiny_target)
+
+
+def test_long_sequences_share_the_memory_of_several_slots(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch):
+    """Slots have memory for an average length; more than that at once is not admitted, and all are answered."""
+    monkeypatch.setattr(generation, "TOKENS_PER_SLOT", 20)
+    engine.hardware = dataclasses.replace(engine.hardware, generate_slots=4)
+    live: list[int] = []
+    step = generation.Generator._step
+    monkeypatch.setattr(generation.Generator, "_step", lambda self, rows: live.append(len(rows)) or step(self, rows))
+    prompts = random_prompts(9, longest=40, max_new_tokens=20)
+    for result in engine.generate(prompts, temperature=0.0, seed=0, stop_ids=STOPS):
+        assert result.token_ids == huggingface(engine.model, prompts, result.key, 20)
+    assert max(live) == 3
+    assert live[0] == 1
 
 
 def test_dtype_is_float32_on_a_cpu_unless_asked(tiny_target: Path):

@@ -27,7 +27,7 @@ from eagle3.checkpoint import open_target
 from eagle3.config import Config, InputsConfig, LayersConfig, StoreConfig
 from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.layers import CONVENTION
-from eagle3.stages import extract
+from eagle3.stages import extract, rehearse
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from tests.conftest import random_samples, target_config, write_prepared
@@ -114,7 +114,7 @@ def test_manifest_says_what_is_stored(cfg: Config):
 def test_the_same_request_is_a_hit_and_fewer_layers_too(cfg: Config, monkeypatch: pytest.MonkeyPatch):
     metrics, _ = run_stage("extract", cfg)
     before = contents(states_folder(cfg))
-    monkeypatch.setattr(extract, "open_engine", None)
+    monkeypatch.setattr(rehearse, "open_rehearsed", None)
     assert run_stage("extract", cfg)[0] == metrics
     assert run_stage("extract", with_layers(cfg, 3))[0] == metrics
     assert contents(states_folder(cfg)) == before
@@ -196,7 +196,7 @@ def test_the_disk_is_too_small(cfg: Config, monkeypatch: pytest.MonkeyPatch):
     """S7: refused before the engine starts, exit 2."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
-    monkeypatch.setattr(extract, "open_engine", None)
+    monkeypatch.setattr(rehearse, "open_rehearsed", None)
     with pytest.raises(RequestError, match=r"extraction will write .*GB are free"):
         run_stage("extract", cfg)
 

@@ -53,7 +53,7 @@ class Generator:
         """Yields each prompt's continuation when it ends. RequestError for prompts that the model cannot continue."""
         self._check(prompts)
         yield from (Generation(prompt.key, [], "length") for prompt in prompts if prompt.max_new_tokens <= 0)
-        waiting = deque(sorted((p for p in prompts if p.max_new_tokens > 0), key=lambda p: -len(p.input_ids)))
+        waiting = deque(sorted((p for p in prompts if p.max_new_tokens > 0), key=_most_tokens, reverse=True))
         if not waiting:
             return
         slots = min(self.engine.hardware.generate_slots, len(waiting))
