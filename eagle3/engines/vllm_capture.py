@@ -74,6 +74,34 @@ class ShardProgress:
                 writer.accept(plan.sample_ids[member], sums)
 
 
+def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = None) -> dict[str, float]:
+    """What a capture's time went into, as shares of its seconds, averaged over the ranks.
+
+    model: a forward pass runs; copy: only a copy to the host does; wait: the model waits for the disk. write: the
+    writing threads are busy, beside the model. `ring_bytes` and `working_bytes` are the most host and device memory of a
+    rank, which depend on the batch and not on the length of the run.
+    """
+    ranks, seconds = report["ranks"], max(report["seconds"], 1e-9)
+
+    def share(name: str) -> float:
+        return round(sum(rank[f"{name}_s"] for rank in ranks) / len(ranks) / seconds, 4)
+
+    speed = ranks[0]["rows_written"] / seconds
+    found = {
+        "tokens_per_s": round(speed, 1),
+        "bytes_per_s": round(sum(rank["bytes"] for rank in ranks) / seconds),
+        "model_share": share("model"),
+        "copy_share": share("copy"),
+        "wait_share": share("wait"),
+        "write_share": round(share("write") / WRITERS, 4),
+        "ring_bytes": max(rank["ring_bytes"] for rank in ranks),
+        "working_bytes": max(rank["working_bytes"] for rank in ranks),
+    }
+    if forecast_tokens_per_s:
+        found["of_forecast"] = round(speed / forecast_tokens_per_s, 3)
+    return found
+
+
 class CaptureDriver:
     """One capture of fixed layers. `report` tells afterwards what each rank spent on what."""
 

@@ -18,6 +18,7 @@ from eagle3.capture import Capture, CaptureCount
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, LayersConfig
 from eagle3.engines import compute_dtype, expected_tokens_per_s
+from eagle3.engines.vllm_capture import throughput
 from eagle3.errors import RequestError
 from eagle3.progress import duration
 from eagle3.runs import Run
@@ -155,7 +156,27 @@ def _capture(
     with rehearse.open_rehearsed(cfg, run, target, lengths) as engine:
         run.note(adapter=target.adapter.name, engine=dataclasses.asdict(engine.info()))
         with run.progress(capture.tokens(missing), "tokens", "extract") as advance:
-            return capture.run(engine, prepared.samples, missing, max_failed, advance)
+            count = capture.run(engine, prepared.samples, missing, max_failed, advance)
+        if report := getattr(engine, "last_capture", None):
+            _say_throughput(run, report, rehearse.forecast(cfg, run, target, capture.layer_ids))
+        return count
+
+
+def _say_throughput(run: Run, report: dict[str, Any], forecast: dict[str, Any]) -> None:
+    """Where the engine's time went, beside what the rehearsal foretold."""
+    found = throughput(report, forecast.get("forecast_tokens_per_s"))
+    run.record({"extract": found})
+    shares = ", ".join(f"{name} {found[f'{name}_share']:.0%}" for name in ("model", "copy", "wait", "write"))
+    foretold = f", {found['of_forecast']:.2f} of the rehearsal's forecast" if "of_forecast" in found else ""
+    run.log.info(
+        "extract: %s tokens/s, %.2f GB/s (%s of the time%s); buffers of a rank: %.2f GB host, %.2f GB device",
+        f"{found['tokens_per_s']:,.0f}",
+        found["bytes_per_s"] / 1e9,
+        shares,
+        foretold,
+        found["ring_bytes"] / 1e9,
+        found["working_bytes"] / 1e9,
+    )
 
 
 def _manifest(
