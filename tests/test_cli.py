@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,18 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, staged: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test works in a folder of its own, with the test stages at hand."""
+def here(tmp_path: Path, staged: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Each test works in a folder of its own, with the test stages at hand, and leaves no stage imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(eagle3.stages, "__path__", [*eagle3.stages.__path__, str(staged[0] / "more_stages")])
-    for name in [n for n in sys.modules if n.startswith("eagle3.stages.")]:
-        monkeypatch.delitem(sys.modules, name)
-    return tmp_path
+    imported = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("eagle3.stages.")}
+    attributes = dict(vars(eagle3.stages))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("eagle3.stages.")]:
+        del sys.modules[name]
+    sys.modules.update(imported)
+    vars(eagle3.stages).clear()
+    vars(eagle3.stages).update(attributes)
 
 
 def eagle(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
