@@ -303,6 +303,8 @@ class PackedDataModule(LightningDataModule):
             sampler=order,
             num_workers=self.num_workers if workers is None else workers,
             pin_memory=self.pinned,
+            # Its own, or each new loader would draw from the global generator and a resumed run would differ.
+            generator=torch.Generator(),
         )
 
     def state_dict(self) -> dict[str, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch import Callback, Trainer
 
 from eagle3.config import Config
 from eagle3.runs import Artifact, Run
@@ -33,23 +36,20 @@ WORDS = [
 ]
 
 
-def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
-    """Alpaca-like rows with answers of 2 to 30 words."""
+def write_prompts(path: Path, count: int, seed: int = 0) -> Path:
+    """Prompts of 2 to 25 words, which the target will answer itself."""
     rng = random.Random(seed)
-    rows = [
-        {
-            "instruction": f"{number}: " + " ".join(rng.choices(WORDS, k=rng.randint(2, 8))),
-            "output": " ".join(rng.choices(WORDS, k=rng.randint(2, 30))),
-        }
-        for number in range(count)
-    ]
+    rows = [{"prompt": f"{number}: " + " ".join(rng.choices(WORDS, k=rng.randint(2, 25)))} for number in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def make_inputs(folder: Path, target: Path, count: int = 24) -> Path:
-    """Prepares and extracts; returns the output folder to copy from."""
-    write_conversations(folder / "rows.jsonl", count)
+@functools.cache
+def make_inputs(target: Path) -> Path:
+    """A prepared and extracted data set beside the tiny target, made once a session; copy from it."""
+    folder = target.parent / "inputs-to-train-on"
+    folder.mkdir()
+    write_prompts(folder / "rows.jsonl", 24)
     cfg = train_config(folder, target)
     for stage in ("prepare", "extract"):
         run_stage(stage, cfg)
@@ -58,12 +58,17 @@ def make_inputs(folder: Path, target: Path, count: int = 24) -> Path:
 
 def train_config(folder: Path, target: Path, *overrides: str) -> Config:
     """A training run of 12 steps with everything every few steps."""
-    return configure(
+    return configure(*train_words(folder, target, *overrides))
+
+
+def train_words(folder: Path, target: Path, *overrides: str) -> list[str]:
+    """The command line of `train_config`."""
+    return [
         "model=llama",
         f"model.path={target}",
         "dataset=custom",
         f"+dataset.sources.rows.path={folder / 'rows.jsonl'}",
-        "dataset.answers=given",
+        "dataset.max_new_tokens=24",
         "dataset.max_length=256",
         "dataset.validation_samples=4",
         "layers.ids=[1,3,4]",
@@ -79,7 +84,7 @@ def train_config(folder: Path, target: Path, *overrides: str) -> Config:
         "trainer.log_every_steps=2",
         f"output_dir={folder / 'outputs'}",
         *overrides,
-    )
+    ]
 
 
 def copied(inputs: Path, folder: Path) -> Path:
@@ -92,3 +97,40 @@ def trained(cfg: Config) -> tuple[dict[str, Any], Artifact, Run]:
     """Trains; returns the metrics, the drafter artifact and the run."""
     metrics, run = run_stage("train", cfg)
     return metrics, train.drafter(cfg, run.artifacts), run
+
+
+class Killed(BaseException):
+    """What stands for a kill -9 inside the test's own process: nothing of ours may catch it or clean up."""
+
+
+class KillAfter(Callback):
+    """Ends the run right after optimizer step `step`, before anything is saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            raise Killed
+
+
+class Recorder(Callback):
+    """Appends each batch's sample ids and the learning rate that was used to a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        line = {
+            "batch": batch_idx,
+            "step": trainer.global_step,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "samples": list(batch.sample_ids),
+        }
+        with open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """What `Recorder` wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

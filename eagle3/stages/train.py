@@ -297,6 +297,11 @@ class _Job:
             steps=steps,
             report=self._reporter(trackers, checkpoints),
         )
+        if not isinstance(module, DrafterTraining):
+            raise RequestError(
+                f"trainer.module: {cfg.trainer.module.get('_target_')} made a {type(module).__name__}, expected an "
+                "eagle3.training.DrafterTraining or a subclass; leave trainer.module as it is in conf/trainer"
+            )
         self.first_step = 0 if start is None else start.step
         with self.run.progress(steps - self.first_step, "steps", "train") as advance:
             clock = _Clock(advance)

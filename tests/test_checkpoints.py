@@ -1,0 +1,318 @@
+"""Checkpoints: complete or absent, and a resumed run is bit for bit the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3 import checkpoints
+from eagle3.checkpoints import AtomicCheckpointIO, checkpoint_to_resume, complete_checkpoints
+from eagle3.drafter import WEIGHTS
+from eagle3.errors import RequestError, StoreError
+from eagle3.runs import Artifact, Artifacts
+from eagle3.stages import train
+from tests.trained import Killed, copied, make_inputs, recorded, train_config, trained
+
+KINDS = {
+    "plain": (),
+    "accumulated": ("trainer.accumulate=3", "trainer.max_steps=null", "trainer.max_epochs=5"),
+}
+
+
+@pytest.fixture(scope="session")
+def inputs(tiny_target: Path) -> Path:
+    """A prepared and extracted data set."""
+    return make_inputs(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(inputs: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    """Each kind of run, never stopped."""
+    return {
+        name: trained(train_config(copied(inputs, tmp_path_factory.mktemp("whole")), tiny_target, *overrides))[1]
+        for name, overrides in KINDS.items()
+    }
+
+
+def killing(step: int) -> str:
+    return f"+trainer.callbacks.kill={{_target_: tests.trained.KillAfter, step: {step}}}"
+
+
+def recording(path: Path) -> str:
+    return f"+trainer.callbacks.record={{_target_: tests.trained.Recorder, path: '{path}'}}"
+
+
+def last_state(artifact: Artifact) -> dict[str, Any]:
+    (checkpoint,) = complete_checkpoints(artifact.folder / "checkpoints")
+    return AtomicCheckpointIO().load_checkpoint(checkpoint.folder)
+
+
+def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
+    assert type(mine) is type(theirs), where
+    if isinstance(mine, torch.Tensor):
+        assert torch.equal(mine, theirs), where
+    elif isinstance(mine, dict):
+        assert mine.keys() == theirs.keys(), where
+        for key in mine:
+            assert_same(mine[key], theirs[key], f"{where}.{key}")
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(theirs), where
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    else:
+        assert mine == theirs, where
+
+
+def assert_equal_artifacts(mine: Artifact, theirs: Artifact) -> None:
+    """T13: weights, moments, schedule, counters, the best value and its drafter."""
+    assert_same(load_file(mine.folder / WEIGHTS), load_file(theirs.folder / WEIGHTS))
+    a, b = last_state(mine), last_state(theirs)
+    for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "PackedDataModule", "callbacks"):
+        assert_same(a[key], b[key], key)
+    metrics, others = mine.manifest()["metrics"], theirs.manifest()["metrics"]
+    for key in ("steps", "tokens", "loss", "simulated_acceptance_length", "best_step", "validation"):
+        assert metrics[key] == others[key], key
+
+
+def kill_and_resume(folder: Path, target: Path, step: int, *overrides: str) -> Artifact:
+    """Runs until the kill, then again until the end. The kill is no part of the artifact's identity here."""
+    with pytest.raises(Killed):
+        trained(train_config(folder, target, killing(step), *overrides))
+    (partial,) = (folder / "outputs/artifacts/drafter").glob("*.partial")
+    # The callback that kills is part of the config; the same run without it has another id.
+    cfg = train_config(folder, target, *overrides)
+    wanted = train.drafter(cfg, Artifacts(folder / "outputs/artifacts"))
+    partial.rename(wanted.partial)
+    return trained(cfg)[1]
+
+
+@pytest.mark.parametrize("step", [2, 4, 7, 11])
+def test_t13_resume_equals_the_undisturbed_run(
+    step: int, inputs: Path, tiny_target: Path, tmp_path: Path, undisturbed: dict[str, Artifact]
+) -> None:
+    """Killed before the first checkpoint (3), at a validation (4), between, and behind the last one (9)."""
+    artifact = kill_and_resume(copied(inputs, tmp_path), tiny_target, step)
+    assert_equal_artifacts(artifact, undisturbed["plain"])
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_t13_resume_equals_the_undisturbed_run_with_accumulation(
+    step: int, inputs: Path, tiny_target: Path, tmp_path: Path, undisturbed: dict[str, Artifact]
+) -> None:
+    """The last optimizer step has fewer batches than the others."""
+    artifact = kill_and_resume(copied(inputs, tmp_path), tiny_target, step, *KINDS["accumulated"])
+    assert_equal_artifacts(artifact, undisturbed["accumulated"])
+
+
+def test_t14_each_sample_once_an_epoch_over_both_runs(
+    inputs: Path, tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, record = copied(inputs, tmp_path), tmp_path / "seen.jsonl"
+    overrides = ("trainer.max_epochs=2", "trainer.max_steps=null", recording(record))
+    kill_and_resume(folder, tiny_target, 7, *overrides)
+    lines = recorded(record)
+    resumed = [line["batch"] for line in lines].index(6, 7)
+    before, after = lines[:resumed], lines[resumed:]
+    assert "going on at batch 6 of" in caplog.text
+    assert [line["batch"] for line in after] == list(range(6, 6 + len(after)))
+    used = [sample for line in before[:6] + after for sample in line["samples"]]
+    assert len(used) == 40
+    assert set(used[:20]) == set(used[20:])
+    assert len(set(used)) == 20
+
+
+KILL_IN_SAVE = """
+import os, signal, sys
+from pathlib import Path
+from eagle3 import checkpoints
+from tests.trained import train_config, trained
+
+saved = checkpoints.torch.save
+
+def save(state, file):
+    if "step-00000009" in file.name:
+        file.write(b"torn")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved(state, file)
+
+checkpoints.torch.save = save
+trained(train_config(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+def killed_in_save(moment: str, folder: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends a run while it writes the checkpoint of step 9: by a real kill -9, or by an exception at a later moment."""
+    if moment == "payload":
+        command = [sys.executable, "-W", "ignore", "-c", KILL_IN_SAVE, str(folder), str(target)]
+        killed = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        return
+    module, name = (checkpoints, "write_json") if moment == "manifest" else (checkpoints.os, "rename")
+    original = getattr(module, name)
+
+    def die(path: Path, *arguments: Any) -> Any:
+        if "step-00000009" in str(path):
+            raise Killed
+        return original(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, die)
+        with pytest.raises(Killed):
+            trained(train_config(folder, target))
+
+
+@pytest.mark.parametrize("moment", ["payload", "manifest", "rename"])
+def test_s8_kill_in_the_middle_of_a_save(
+    moment: str,
+    inputs: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Artifact],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Killed while the checkpoint of step 9 is written: the one of step 6 is taken, which is said; bit-equal."""
+    folder = copied(inputs, tmp_path)
+    killed_in_save(moment, folder, tiny_target, monkeypatch)
+    (partial,) = (folder / "outputs/artifacts/drafter").glob("*.partial")
+    assert (partial / "checkpoints/step-00000009.tmp").is_dir()
+    cfg = train_config(folder, tiny_target)
+    artifacts = Artifacts(folder / "outputs/artifacts")
+    with pytest.raises(RequestError, match="half-written"):
+        artifacts.resolve("drafter", None, train.drafter(cfg, artifacts), "make")
+    metrics, artifact, _ = trained(cfg)
+    assert "step-00000009.tmp: an unfinished checkpoint, ignored" in caplog.text
+    assert "at step 6" in caplog.text
+    assert metrics["steps"] == 12
+    assert_equal_artifacts(artifact, undisturbed["plain"])
+    assert [path.name for path in (artifact.folder / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+def test_old_checkpoints_go_only_when_a_newer_one_is_complete(
+    inputs: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S8: a save that fails takes nothing away; at most `keep_checkpoints` are left."""
+    folder = copied(inputs, tmp_path)
+    saved = AtomicCheckpointIO.save_checkpoint
+
+    def full_disk(self: Any, checkpoint: dict[str, Any], path: Path, storage_options: Any = None) -> None:
+        if checkpoint["global_step"] == 12:
+            raise OSError(28, "No space left on device")
+        saved(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        trained(train_config(folder, tiny_target))
+    (partial,) = (folder / "outputs/artifacts/drafter").glob("*.partial")
+    assert [c.step for c in complete_checkpoints(partial / "checkpoints")] == [6, 9]
+
+
+def test_t15_checkpoints_hold_plain_values_only(undisturbed: dict[str, Artifact]) -> None:
+    artifact = undisturbed["plain"]
+    path = artifact.folder / "checkpoints/step-00000012/state.pt"
+    state = torch.load(path, weights_only=True)
+    assert {name.removeprefix("drafter.") for name in state["state_dict"]} == set(load_file(artifact.folder / WEIGHTS))
+    assert all(m.dtype == torch.float32 for m in state["state_dict"].values() if m.is_floating_point())
+    data = path.read_bytes()
+    for name in (b"omegaconf", b"DictConfig", b"eagle3.config", b"eagle3.training"):
+        assert name not in data
+
+
+@pytest.mark.parametrize("damage", ["state cut", "state gone", "manifest cut", "manifest gone", "foreign manifest"])
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: str, undisturbed: dict[str, Artifact], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = undisturbed["plain"].folder / "checkpoints/step-00000012"
+    for step in (3, 12):
+        shutil.copytree(source, tmp_path / f"step-{step:08d}")
+    manifest = json.loads((source / "manifest.json").read_text())
+    (tmp_path / "step-00000003/manifest.json").write_text(json.dumps({**manifest, "step": 3}))
+    broken = tmp_path / "step-00000012"
+    if damage == "state cut":
+        (broken / "state.pt").write_bytes((broken / "state.pt").read_bytes()[:-1])
+    elif damage == "state gone":
+        (broken / "state.pt").unlink()
+    elif damage == "manifest cut":
+        (broken / "manifest.json").write_text('{"step": 12')
+    elif damage == "manifest gone":
+        (broken / "manifest.json").unlink()
+    else:
+        (broken / "manifest.json").write_text('{"step": 12}')
+    with caplog.at_level(logging.WARNING):
+        assert [c.step for c in complete_checkpoints(tmp_path)] == [3]
+    assert "step-00000012: a damaged checkpoint, ignored" in caplog.text
+
+
+def test_torn_bytes_of_the_right_length_are_found_when_read(undisturbed: dict[str, Artifact], tmp_path: Path) -> None:
+    shutil.copytree(undisturbed["plain"].folder / "checkpoints/step-00000012", tmp_path / "step-00000012")
+    path = tmp_path / "step-00000012/state.pt"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match=r"state\.pt: cannot be read"):
+        AtomicCheckpointIO().load_checkpoint(path.parent)
+
+
+def test_s9_a_checkpoint_that_is_not_there_is_an_error(undisturbed: dict[str, Artifact], tmp_path: Path) -> None:
+    """T16, S9: the folder and what is in it are named."""
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(RequestError, match=r"trainer\.resume_from: found no .*expected a drafter artifact"):
+            checkpoint_to_resume(folder, "trainer.resume_from")
+    stored = undisturbed["plain"].folder / "checkpoints"
+    shutil.copytree(stored, tmp_path / "checkpoints")
+    (tmp_path / "checkpoints/step-00000012/state.pt").unlink()
+    with pytest.raises(RequestError, match="step-00000012"):
+        checkpoint_to_resume(tmp_path, "trainer.resume_from")
+    for given in (undisturbed["plain"].folder, stored, stored / "step-00000012"):
+        assert checkpoint_to_resume(given, "trainer.resume_from").step == 12
+
+
+def test_training_longer_goes_on_from_the_last_step(
+    inputs: Path, tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`trainer.resume_from`: a new id, its lineage kept; weights, moments and position are those of the shorter run."""
+    folder, record = copied(inputs, tmp_path), tmp_path / "seen.jsonl"
+    _, short, _ = trained(train_config(folder, tiny_target))
+    with pytest.raises(RequestError, match=r"trainer\.resume_from: .* was trained for 12 steps, this run ends at 12"):
+        trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}"))
+    with pytest.raises(RequestError, match=r"trainer\.accumulate: found 2, expected 1"):
+        trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}", "trainer.accumulate=2"))
+    with pytest.raises(RequestError, match=r"found nothing at .*deadbeef"):
+        trained(train_config(folder, tiny_target, "trainer.resume_from=deadbeef"))
+    longer = ("trainer.max_steps=20", "trainer.lr=1e-3", f"trainer.resume_from={short.id}", recording(record))
+    metrics, long, _ = trained(train_config(folder, tiny_target, *longer))
+    assert f"training {short.id} longer, from its step 12" in caplog.text
+    assert long.id != short.id
+    assert long.manifest()["resumed_from"] == short.id
+    assert f"drafter/{short.id}" in long.manifest()["made_from"]
+    assert metrics["steps"] == 20
+    lines = recorded(record)
+    assert [line["step"] for line in lines] == list(range(12, 20))
+    assert lines[0]["batch"] == 12
+    # The rate is that of this run's config at step 12 of 20, not the end of the shorter schedule.
+    assert 0 < lines[-1]["lr"] < lines[0]["lr"] < 1e-3
+    steps = [int(s["step"]) for s in last_state(long)["optimizer_states"][0]["state"].values()]
+    assert set(steps) == {20}
+
+
+def test_t16_a_leftover_is_used_or_dropped_as_configured_and_it_is_said(
+    inputs: Path, tiny_target: Path, tmp_path: Path, undisturbed: dict[str, Artifact], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied(inputs, tmp_path)
+    with pytest.raises(Killed):
+        trained(train_config(folder, tiny_target, killing(8)))
+    (partial,) = (folder / "outputs/artifacts/drafter").glob("*.partial")
+    cfg = train_config(folder, tiny_target, "trainer.resume=false")
+    partial.rename(train.drafter(cfg, Artifacts(folder / "outputs/artifacts")).partial)
+    _, artifact, _ = trained(cfg)
+    assert "starting afresh; 2 checkpoints of an earlier run, up to step 6, go" in caplog.text
+    assert_equal_artifacts(artifact, undisturbed["plain"])

@@ -1,0 +1,217 @@
+"""Trackers behind their guard: outages, hangs, and what reaches them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import Logger
+
+from eagle3.config import LoggerConfig
+from eagle3.errors import RequestError
+from eagle3.trackers import SafeLogger, build_trackers, wandb_mode
+
+CONFIG = {"seed": 1, "layers": {"ids": [2, 15, 27]}, "drafter": {"losses": {"soft_cross_entropy": 1.0}}}
+
+
+class Tracker(Logger):
+    """Notes what it is told; raises or hangs where `broken` says so."""
+
+    def __init__(self, broken: str = "", hang_s: float = 0.0) -> None:
+        super().__init__()
+        self.broken, self.hang_s, self.calls = broken, hang_s, []
+        if broken == "init":
+            self._fail()
+
+    def _fail(self) -> None:
+        if self.hang_s:
+            time.sleep(self.hang_s)
+        else:
+            raise ConnectionError("no route to the tracker")
+
+    @property
+    def name(self) -> str:
+        return "tracker"
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def log_hyperparams(self, params: Any) -> None:
+        self.calls.append(("config", params))
+        if self.broken == "log":
+            self._fail()
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.calls.append(("metrics", step, dict(metrics)))
+        if self.broken == "log":
+            self._fail()
+
+    def log_artifact(self, path: str, name: str, type: str) -> None:
+        self.calls.append(("artifact", name, type))
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(("finish", exit_code))
+        if self.broken == "finish":
+            self._fail()
+
+
+def use(tracker: SafeLogger, exit_code: int = 0) -> None:
+    tracker.log_hyperparams(CONFIG)
+    for step in range(5):
+        tracker.log_metrics({"loss": 1.0}, step)
+    tracker.close(exit_code)
+
+
+def test_calls_reach_the_tracker_in_order() -> None:
+    inner = Tracker()
+    tracker = SafeLogger("mine", lambda: inner)
+    tracker.log_hyperparams(CONFIG)
+    tracker.log_metrics({"train/loss": 2.0}, 4)
+    tracker.log_drafter(Path("drafter.safetensors"), "drafter-1")
+    tracker.finalize("success")
+    assert tracker.alive, "Lightning's end of a fit is not the end of the run"
+    tracker.close(0)
+    expected = [("config", CONFIG), ("metrics", 4, {"train/loss": 2.0}), ("artifact", "drafter-1", "drafter")]
+    assert inner.calls == [*expected, ("finish", 0)]
+    assert tracker.name == "mine"
+    assert tracker.experiment is None
+
+
+def test_w2_a_failed_run_is_finished_as_failed() -> None:
+    inner = Tracker()
+    use(SafeLogger("mine", lambda: inner), exit_code=1)
+    assert inner.calls[-1] == ("finish", 1)
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_w6_a_tracker_that_raises_costs_one_warning_of_its_kind(broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        use(SafeLogger("mine", lambda: Tracker(broken)))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"logger.loggers.mine: {broken} failed (ConnectionError: no route to the tracker); training goes on"
+    ]
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_w6_a_tracker_that_hangs_is_waited_for_once_and_not_for_long(
+    broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        use(SafeLogger("mine", lambda: Tracker(broken, hang_s=5.0), {"init": 0.2, "log": 0.2, "finish": 0.2}))
+    assert time.monotonic() - started < 3.0
+    (record,) = caplog.records
+    assert f"logger.loggers.mine: {broken} did not answer within" in record.getMessage()
+
+
+def test_a_missing_package_is_an_outage_not_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Logger:
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    use(SafeLogger("wandb", make))
+    assert "No module named 'wandb'" in caplog.text
+
+
+def test_csv_is_written_as_it_happens_with_the_whole_config(tmp_path: Path) -> None:
+    node = {"_target_": "lightning.pytorch.loggers.CSVLogger"}
+    (tracker,) = build_trackers(LoggerConfig(name="csv", loggers={"csv": node}), tmp_path, CONFIG)
+    tracker.log_metrics({"train/loss": 3.0}, 2)
+    tracker.log_metrics({"validation/loss": 2.5}, 2)
+    tracker.log_metrics({"train/loss": 2.0}, 4)
+    rows = list(csv.DictReader((tmp_path / "csv/metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["2", "2", "4"]
+    assert rows[1]["validation/loss"] == "2.5"
+    tracker.close(0)
+    assert "run_folder" in (tmp_path / "csv/hparams.yaml").read_text()
+
+
+def test_tensorboard_writes_below_the_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    node = {"_target_": "lightning.pytorch.loggers.TensorBoardLogger"}
+    (tracker,) = build_trackers(LoggerConfig(name="tb", loggers={"tensorboard": node}), tmp_path, CONFIG)
+    tracker.log_metrics({"train/loss": 3.0}, 2)
+    tracker.close(0)
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_wandb_offline_holds_config_metrics_and_the_link_to_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W5: the tracker's own files have the full config; W2: finished with its exit code."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    folder = tmp_path / "12-00-00-000001-train-tiny"
+    folder.mkdir()
+    (folder / "drafter.safetensors").write_bytes(b"weights")
+    node = {"_target_": "lightning.pytorch.loggers.WandbLogger"}
+    cfg = LoggerConfig(name="wandb", project="mine", loggers={"wandb": node})
+    (tracker,) = build_trackers(cfg, folder, CONFIG)
+    assert tracker.alive
+    assert tracker.experiment.id == folder.name
+    assert tracker.experiment.config["layers"] == {"ids": [2, 15, 27]}
+    assert tracker.experiment.config["run_folder"] == str(folder)
+    tracker.log_metrics({"train/loss": 3.0}, 7)
+    tracker.log_drafter(folder / "drafter.safetensors", "drafter-1")
+    tracker.close(1)
+    (offline,) = (folder / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    assert wandb.run is None
+
+
+def test_wandb_goes_online_only_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_mode("auto") == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password key\n")
+    assert wandb_mode("auto") == "online"
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert wandb_mode("auto") == "online"
+    assert wandb_mode("offline") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode("auto") == "disabled"
+
+
+def test_a_logger_that_cannot_be_imported_is_a_wrong_request(tmp_path: Path) -> None:
+    node = {"_target_": "lightning.pytorch.loggers.NoSuchLogger"}
+    with pytest.raises(RequestError, match=r"logger\.loggers\.mine\._target_"):
+        build_trackers(LoggerConfig(name="x", loggers={"mine": node}), tmp_path, CONFIG)
+
+
+def test_fields_of_the_config_win_over_what_we_offer(tmp_path: Path) -> None:
+    node = {"_target_": "lightning.pytorch.loggers.CSVLogger", "name": "elsewhere", "prefix": "p"}
+    (tracker,) = build_trackers(LoggerConfig(name="csv", loggers={"csv": node}), tmp_path, CONFIG)
+    tracker.log_metrics({"loss": 1.0}, 1)
+    tracker.close(0)
+    assert "p-loss" in (tmp_path / "elsewhere/metrics.csv").read_text()
+
+
+def test_the_config_that_trackers_get_is_plain_json(tmp_path: Path) -> None:
+    """C5."""
+    inner = Tracker()
+    use(SafeLogger("mine", lambda: inner))
+    json.dumps(inner.calls[0][1])
+
+
+def test_a_tracker_has_one_thread_that_ends_with_it() -> None:
+    tracker = SafeLogger("gone", lambda: Tracker())
+    tracker.close(0)
+    deadline = time.monotonic() + 5
+    while any(thread.name == "tracker-gone" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

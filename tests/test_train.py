@@ -1,0 +1,229 @@
+"""Stage train: what it refuses before it starts, what it leaves behind, and two ranks that equal one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eagle3.batches import PackedBatch, PackedDataModule
+from eagle3.config import Config
+from eagle3.drafter import WEIGHTS, DrafterShape
+from eagle3.errors import RequestError
+from eagle3.runs import Artifact, Artifacts
+from eagle3.stages import train
+from tests.commands import eagle3
+from tests.conftest import write_target
+from tests.stages import run_stage
+from tests.trained import copied, make_inputs, train_config, train_words, trained
+
+
+@pytest.fixture(scope="session")
+def inputs(tiny_target: Path) -> Path:
+    """A prepared and extracted data set."""
+    return make_inputs(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def done(
+    inputs: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, Any, Artifact, Any]:
+    """One run to look at: its config, metrics, artifact and run."""
+    cfg = train_config(copied(inputs, tmp_path_factory.mktemp("done")), tiny_target)
+    return (cfg, *trained(cfg))
+
+
+def test_metrics_have_the_names_that_are_promised(done: tuple[Config, Any, Artifact, Any]) -> None:
+    cfg, metrics, artifact, run = done
+    names = {"steps", "tokens", "tokens_per_s", "loss", "simulated_acceptance_length", "peak_memory_bytes"}
+    assert names <= set(metrics)
+    assert metrics["steps"] == 12 == cfg.trainer.max_steps
+    assert metrics["tokens_per_s"] > 0
+    assert metrics["peak_memory_bytes"] > 1e7
+    assert 1.0 <= metrics["simulated_acceptance_length"] <= 4.0
+    assert artifact.manifest()["metrics"] == metrics
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["metrics"] == metrics
+
+
+def test_artifact_says_what_the_drafter_is(done: tuple[Config, Any, Artifact, Any]) -> None:
+    """C5: everything in it is plain JSON; X1: the vocabulary map is in the weights' file."""
+    cfg, _, artifact, _ = done
+    manifest = artifact.manifest()
+    assert manifest["layer_ids"] == [1, 3, 4]
+    assert "entering decoder layer k" in manifest["layer_convention"]
+    assert manifest["vocabulary"]["size"] == 300
+    assert manifest["vocabulary"]["coverage"] == 1.0
+    assert manifest["samples"] == {"train": 20, "validation": 4}
+    assert [name.split("/")[0] for name in manifest["made_from"]] == ["states", "prepared"]
+    with safe_open(artifact.folder / WEIGHTS, "pt") as file:
+        shape = DrafterShape.from_plain(json.loads(file.metadata()["shape"]))
+    assert shape == DrafterShape.from_plain(manifest["shape"])
+    assert shape.layer_ids == (1, 3, 4)
+    weights = load_file(artifact.folder / WEIGHTS)
+    assert weights["d2t"].dtype == torch.int64
+    assert int(weights["t2d"].sum()) == 300
+    assert not any(name.startswith("embed") for name in weights)
+    assert sorted(path.name for path in artifact.folder.iterdir()) == ["checkpoints", WEIGHTS, "manifest.json"]
+    assert cfg.drafter.draft_vocab_size == 300
+
+
+def test_log_tells_the_story(done: tuple[Config, Any, Artifact, Any]) -> None:
+    _, _, artifact, run = done
+    log = (run.folder / "run.log").read_text()
+    for words in (
+        r"layers \[1, 3, 4\], draft vocabulary 300 of 400 \(100\.00% of the supervised tokens\)",
+        r"20 samples, [\d,]+ tokens an epoch, \d+ first drafts supervised; 4 validation samples",
+        r"12 optimizer steps of 1 x 1 batches of up to 160 tokens, 3 unroll steps",
+        r"step 2/12: loss [\d.]+, accuracy [\d.]+% at the first draft, gradient norm [\d.]+, lr ",
+        r"validation at step 12: .* simulated acceptance length [\d.]+ \(k 3\)",
+        rf"{artifact.id}, of step (4|8|12) \(best validation\)",
+    ):
+        assert re.search(words, log), words
+    assert "Tip:" not in log
+    assert (run.folder / "csv/metrics.csv").is_file()
+    metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["train/grad_norm"] > 0
+    assert metrics[0]["train/loss"] > metrics[-2]["train/loss"], "nothing was learned"
+
+
+def test_the_same_again_is_a_hit(done: tuple[Config, Any, Artifact, Any]) -> None:
+    cfg, metrics, artifact, _ = done
+    operational = dataclasses.replace(
+        cfg, trainer=dataclasses.replace(cfg.trainer, log_every_steps=1, keep_checkpoints=9, num_workers=1)
+    )
+    again, run = run_stage("train", operational)
+    assert again == metrics
+    assert "train: hit" in (run.folder / "run.log").read_text()
+    assert not artifact.partial.exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("layers.ids=[1,3,5]", "drafter.unroll_steps=2", "drafter.step_decay=0.9", "drafter.oov=keep", "seed=1"),
+        *("trainer.lr=1e-2", "trainer.max_steps=13", "trainer.batch_tokens=100", "drafter.fc_norm=true"),
+    ],
+)
+def test_what_changes_the_result_changes_the_id(
+    override: str, done: tuple[Config, Any, Artifact, Any], inputs: Path, tiny_target: Path
+) -> None:
+    cfg, _, artifact, _ = done
+    artifacts = Artifacts(Path(cfg.output_dir) / "artifacts")
+    folder = Path(cfg.output_dir).parent
+    given = "inputs.states=" + artifact.manifest()["identity"]["states"]
+    assert train.drafter(train_config(folder, tiny_target, given), artifacts).id == artifact.id
+    assert train.drafter(train_config(folder, tiny_target, given, override), artifacts).id != artifact.id
+
+
+def test_dry_run_says_and_does_nothing(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    cfg = train_config(copied(inputs, tmp_path), tiny_target, "dry_run=true")
+    metrics, run = run_stage("train", cfg)
+    assert metrics == {}
+    assert "12 optimizer steps" in (run.folder / "run.log").read_text()
+    assert not list((tmp_path / "outputs/artifacts").glob("drafter/*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["layers.ids=[1,2,4]"], r"layers: .* holds layers \[1, 3, 4, 6\].*stage=extract layers\.ids=\[1, 2, 4\]"),
+        (["drafter.draft_vocab_size=401"], r"drafter\.draft_vocab_size: found 401, expected 2 to 400"),
+        (["drafter.num_key_value_heads=3"], r"drafter\.num_key_value_heads: found 3 for 4 attention heads"),
+        (["drafter.head_dim=7"], r"drafter\.head_dim: found 7, expected an even number"),
+        (["+drafter.losses.hinge=1"], r"drafter\.losses: found \['hinge'\]"),
+        (["+trainer.lightning.max_steps=3"], r"trainer\.lightning\.max_steps: is decided by trainer\.max_steps"),
+        (["drafter.warm_start=none-such"], r"drafter.*none-such"),
+        (["trainer.module._target_=torch.nn.Identity"], r"trainer\.module"),
+        (["drafter.module._target_=torch.nn.Identity"], r"drafter\.module: torch\.nn\.Identity made a Identity"),
+    ],
+)
+def test_wrong_requests_are_refused_before_training(
+    overrides: list[str], words: str, inputs: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    cfg = train_config(copied(inputs, tmp_path), tiny_target, *overrides)
+    with pytest.raises(RequestError, match=words):
+        run_stage("train", cfg)
+
+
+def test_s10_states_of_other_tokens_or_of_another_target_are_refused(
+    inputs: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    folder = copied(inputs, tmp_path)
+    (states,) = (folder / "outputs/artifacts/states").iterdir()
+    given = f"inputs.states={states.name}"
+    other = write_target(tmp_path / "other", seed=3)
+    with pytest.raises(RequestError, match="another target"):
+        run_stage("train", train_config(folder, other, given))
+    (prepared,) = (folder / "outputs/artifacts/prepared").iterdir()
+    ids = bytearray((prepared / "input_ids.bin").read_bytes())
+    ids[400:404] = (int.from_bytes(ids[400:404], "little") ^ 1).to_bytes(4, "little")
+    (prepared / "input_ids.bin").write_bytes(bytes(ids))
+    with pytest.raises(RequestError, match=r"first difference at position \d+"):
+        run_stage("train", train_config(folder, tiny_target, given))
+
+
+def test_without_states_the_command_that_makes_them_is_named(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    folder = copied(inputs, tmp_path)
+    shutil.rmtree(folder / "outputs/artifacts/states")
+    with pytest.raises(RequestError, match=r"expected a complete states artifact; run `eagle3 stage=extract`"):
+        run_stage("train", train_config(folder, tiny_target))
+
+
+class WholeSteps(PackedDataModule):
+    """One rank that gets the documents of all ranks' batches of a plan for two."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "ranks": 2})
+
+    def train_batch(self, index: int) -> PackedBatch:
+        rows = self.train_rows[np.concatenate(self.plan.documents(index))]
+        return self._pack(rows, self.supervised[self.plan.step_documents(index)].sum(axis=0))
+
+    def validation_batches(self) -> list[Any]:
+        return [self.validation_rows]
+
+
+@pytest.mark.slow
+def test_t9_two_ranks_equal_one(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """T9, W3, C4: through the command. Batches so small that some rank's is empty; losses, validation and weights are
+    those of one process that gets both batches at once; one run folder, one drafter."""
+    overrides = (
+        "trainer.batch_tokens=60",
+        "trainer.max_steps=null",
+        "trainer.max_epochs=1",
+        "trainer.log_every_steps=1",
+    )
+    alone = copied(inputs, tmp_path / "alone")
+    union = ("trainer.datamodule._target_=tests.test_train.WholeSteps", "trainer.accumulate=2")
+    cfg = train_config(alone, tiny_target, *overrides, *union)
+    _, one, run_alone = trained(cfg)
+
+    both = copied(inputs, tmp_path / "both")
+    words = train_words(both, tiny_target, *overrides, "trainer.accumulate=2", "hardware.devices=2")
+    command = eagle3(*words, "hardware.training_strategy=ddp", "stage=train", cwd=both)
+    assert command.returncode == 0, command.stderr
+    runs = [path for path in (both / "outputs/runs").glob("*/*-train-*") if path.is_dir()]
+    assert len(runs) == 1
+    assert (runs[0] / "rank-1.log").is_file()
+    (two,) = [path for path in (both / "outputs/artifacts/drafter").iterdir() if path.is_dir()]
+    for name, tensor in load_file(two / WEIGHTS).items():
+        torch.testing.assert_close(tensor, load_file(one.folder / WEIGHTS)[name], rtol=1e-4, atol=1e-5)
+    lines = [
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (run_alone.folder, runs[0])
+    ]
+    assert len(lines[0]) == len(lines[1]) > 5
+    for mine, theirs in zip(*lines, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"time"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
