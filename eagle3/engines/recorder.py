@@ -394,7 +394,7 @@ class Recorder:
     def _fail(self, error: BaseException, slot: Slot | None = None) -> None:
         """Keeps the first failure; the ring stops, so that the engine is never blocked by it."""
         where = "" if slot is None else f" in a batch of {slot.rows} rows"
-        message = f"{type(error).__name__}{where}: {error or 'no message'}"
+        message = f"{type(error).__name__}{where}: {str(error) or 'no message'}"
         details = "".join(traceback.format_exception(error))
         with self._lock:
             if self._failure is None:

@@ -78,8 +78,8 @@ def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = 
     """What a capture's time went into, as shares of its seconds, averaged over the ranks.
 
     model: a forward pass runs; copy: only a copy to the host does; wait: the model waits for the disk. write: the
-    writing threads are busy, beside the model. `ring_bytes` and `working_bytes` are the most host and device memory of a
-    rank, which depend on the batch and not on the length of the run.
+    writing threads are busy, beside the model. `ring_bytes` and `working_bytes` are the most host and device memory of
+    a rank, which depend on the batch and not on the length of the run.
     """
     ranks, seconds = report["ranks"], max(report["seconds"], 1e-9)
 

@@ -34,7 +34,7 @@ def main() -> int:
         os.killpg(0, signal.SIGKILL)
     except BaseException as error:
         traceback.print_exc()  # into the engine's log
-        connection.send(("failed", f"{type(error).__name__}: {error or 'no message'}"))
+        connection.send(("failed", f"{type(error).__name__}: {str(error) or 'no message'}"))
         return 1
     return 0
 

@@ -19,6 +19,7 @@ from eagle3.artifacts import Artifact
 from eagle3.checkpoint import Target, open_target
 from eagle3.engines import Engine, engine_is_open, open_engine
 from eagle3.errors import RequestError, StageFailed
+from eagle3.progress import duration
 from eagle3.runs import Run
 from eagle3.tokens import Prepared
 
@@ -54,8 +55,10 @@ def open_rehearsed(cfg: Config, run: Run, target: Target, lengths: Sequence[int]
         from eagle3.stages import extract
 
         layer_ids = extract.wanted_ids(cfg.layers, target.shape.num_layers)
-        if not forecast(cfg, run, target, layer_ids):
-            perform(cfg, run, target, layer_ids, lengths)
+        numbers = forecast(cfg, run, target, layer_ids) or perform(cfg, run, target, layer_ids, lengths)
+        if lengths:
+            speed, tokens = numbers["forecast_tokens_per_s"], sum(lengths)
+            run.log.info("rehearse: passed; about %s for %s tokens", duration(tokens / speed), f"{tokens:,}")
     return open_engine(cfg, target, run.folder / "engine.log")
 
 

@@ -129,9 +129,9 @@ def ends(prefix: str, vocab_size: int, hidden_size: int) -> dict[str, Tensor]:
     }
 
 
-def kimi_k25(folder: Path) -> Path:
-    """Kimi-K2.5 as published: 61 layers, experts packed in 4 bits; 64 shards, about 547 GB of holes."""
-    text = {**DEEPSEEK_SIZES, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+def kimi_k25(folder: Path, **sizes: Any) -> Path:
+    """Kimi-K2.5 as published (61 layers, experts packed in 4 bits, 594 GB of holes) but for the sizes given."""
+    text = {**DEEPSEEK_SIZES, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], **sizes}
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",

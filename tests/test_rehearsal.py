@@ -1,0 +1,98 @@
+"""What a rehearsal works out without an engine: few layers, the spread of lengths, memory from headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle3.checkpoint import open_target
+from eagle3.config import Config, ModelConfig
+from eagle3.memory import Footprint, key_value_bytes, weight_bytes
+from eagle3.rehearsal import rehearsal_samples, shrunken_checkpoint
+from tests.vllm.checkpoints import gpt_oss
+from tests.vllm.hollow import kimi_k25
+
+EXPERTS = 24
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Kimi-K2.5 with fewer experts, its data a hole."""
+    cfg = Config()
+    adapter = {"_target_": "eagle3.adapters.kimi_k25.KimiK25Adapter"}
+    path = kimi_k25(tmp_path_factory.mktemp("kimi"), n_routed_experts=EXPERTS)
+    cfg.model = ModelConfig(name="kimi_k25", path=str(path), adapter=adapter, trust_remote_code=True)
+    return open_target(cfg)
+
+
+def test_kimis_weights_are_counted_for_each_gpu(kimi: Any) -> None:
+    """Counted by hand: experts, attention and tables are divided by 8, routers, norms and `_a_` projections are not."""
+    hidden, width, experts = 7168, 2048, EXPERTS
+    matrix = hidden * width
+    expert = 3 * (matrix // 2 + matrix // 32 * 2 + 8)
+    attention = 1536 * 64 * 192 + 512 * 64 * 256 + 64 * 128 * hidden
+    divided = 60 * (experts * expert + 3 * matrix * 2) + 61 * attention * 2 + 3 * hidden * 18432 * 2
+    divided += 2 * 163840 * hidden * 2
+    small = 61 * (hidden * 1536 + hidden * 576) * 2 + 60 * (experts * hidden * 2 + experts * 4)
+    small += 61 * (2 * hidden + 1536 + 512) * 2 + hidden * 2
+    assert weight_bytes(kimi, 1) == divided + small
+    assert weight_bytes(kimi, 8) == pytest.approx(divided / 8 + small, abs=1e4)
+
+
+def test_kimis_keys_and_values_are_latent(kimi: Any) -> None:
+    """70 KB a token on every rank, as FlashAttention MLA keeps them."""
+    assert key_value_bytes(kimi, 8) == (512 + 64) * 2 * 61 == 70272
+
+
+def test_a_footprint_says_what_it_is_made_of() -> None:
+    need = Footprint(weights=76_000_000_000, key_values=1_000_000_000, working=5_500_000_000, context=1_500_000_000)
+    assert need.total == 84_000_000_000
+    assert need.describe() == "weights 76.0, keys and values 1.0, a batch 5.5, context 1.5"
+
+
+def test_kimi_shrinks_to_a_dense_and_two_expert_layers(kimi: Any, tmp_path: Path) -> None:
+    depth = shrunken_checkpoint(kimi, captured=4, folder=tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    text = config["text_config"]
+    assert depth == text["num_hidden_layers"] == 3
+    assert text["first_k_dense_replace"] == 1
+    assert text["hidden_size"] == 7168
+    assert text["quantization_config"] == config["quantization_config"]
+    assert not list((tmp_path / "model").glob("*.safetensors*"))
+
+
+def test_more_states_take_more_layers(kimi: Any, tmp_path: Path) -> None:
+    assert shrunken_checkpoint(kimi, captured=7, folder=tmp_path / "model") == 6
+
+
+def test_lists_with_an_entry_a_layer_are_cut(tmp_path: Path) -> None:
+    cfg = Config()
+    (tmp_path / "whole").mkdir()
+    path = gpt_oss(tmp_path / "whole")
+    cfg.model = ModelConfig(name="g", path=str(path), adapter={"_target_": "eagle3.adapters.gpt_oss.GptOssAdapter"})
+    shrunken_checkpoint(open_target(cfg), captured=4, folder=tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 4
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_a_few_documents_have_the_spread_of_all() -> None:
+    lengths = list(range(10, 1010))
+    samples = rehearsal_samples(lengths, 400, tokens=20_000, longest=800)
+    found = np.array([len(sample.input_ids) for sample in samples])
+    assert 20_000 <= found.sum() <= 20_800
+    assert found.max() == 800
+    assert abs(np.median(found) - 500) < 60
+    assert len({sample.id for sample in samples}) == len(samples)
+    assert max(int(sample.input_ids.max()) for sample in samples) < 400
+
+
+def test_without_prepared_samples_lengths_spread_up_to_the_longest() -> None:
+    found = [len(sample.input_ids) for sample in rehearsal_samples([], 400, tokens=30_000, longest=2048)]
+    assert min(found) <= 64
+    assert max(found) == 2048

@@ -1,0 +1,174 @@
+"""The engine's process with a vllm of our own in it: loads that die, hang and report; nothing survives it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eagle3.engines.vllm_load import LoadWatch
+from eagle3.engines.vllm_process import EngineProcess, first_exception
+from eagle3.errors import EngineError
+
+LOAD = """
+import logging, os, subprocess, sys, time
+__version__ = "9.9"
+class SamplingParams:
+    def __init__(self, **values):
+        self.values = values
+class Engine:
+    def __init__(self):
+        self.requests = []
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+    def add_request(self, request_id, prompt, params):
+        self.requests.append((request_id, prompt, params))
+    def step(self):
+        request_id, prompt, params = self.requests.pop(0)
+        if prompt == [666]:
+            raise RuntimeError()
+        if prompt == [9]:
+            os.kill(os.getpid(), 9)
+        class Completion: token_ids = [1] * params.values["max_tokens"]; finish_reason = "length"
+        class Output: finished = True; outputs = [Completion]
+        Output.request_id = request_id
+        return [Output]
+class LLM:
+    def __init__(self, **arguments):
+        self.llm_engine = Engine()
+        {load}
+    def collective_rpc(self, method, args=()):
+        return [(method, *args)]
+"""
+
+
+def start(tmp_path: Path, load: str) -> EngineProcess:
+    """A host whose `vllm.LLM` does this when it is made."""
+    package = tmp_path / "stub" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LOAD.replace("{load}", load))
+    (package / "inputs.py").write_text("def tokens_input(ids):\n    return ids\n")
+    source = str(Path(__file__).parents[1])
+    path = os.pathsep.join([str(package.parent), source])
+    return EngineProcess({"model": "m"}, {"PYTHONPATH": path}, tmp_path / "engine.log")
+
+
+def ignore(text: str) -> None:
+    pass
+
+
+def test_requests_and_calls_go_there_and_back(tmp_path: Path) -> None:
+    process = start(tmp_path, "pass")
+    assert process.wait_ready(ignore) == "9.9"
+    process.submit([("a", [1, 2], {"max_tokens": 2}), ("b", [3], {"max_tokens": 1})])
+    assert process.call("method", 1, "x") == [("method", 1, "x")]
+    ended: list[tuple[str, list[int], str]] = []
+    while len(ended) < 2:
+        ended += process.finished(5.0)
+    assert ended == [("a", [1, 1], "length"), ("b", [1], "length")]
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        ("print('no GPU left', flush=True); os._exit(3)", ["exited with 3", "no GPU left"]),
+        ("os.kill(os.getpid(), 11)", ["ended by signal SIGSEGV"]),
+        ("raise ValueError('head size 12 is not supported')", ["ValueError: head size 12 is not supported"]),
+        ("raise RuntimeError()", ["RuntimeError: no message", "first exception in the engine's log: RuntimeError"]),
+    ],
+)
+def test_a_load_that_dies_is_reported_within_seconds(tmp_path: Path, load: str, words: list[str]) -> None:
+    """E5, E11: one screen with the reason and the engine's last lines, also when the exception has no message."""
+    started = time.monotonic()
+    process = start(tmp_path, load)
+    with pytest.raises(EngineError) as caught:
+        process.wait_ready(ignore)
+    process.close(gently=False)
+    assert time.monotonic() - started < 20
+    message = str(caught.value)
+    assert all(word in message for word in words)
+    assert "last lines of" in message
+    assert len(message.splitlines()) < 40
+
+
+def test_a_death_while_working_is_reported(tmp_path: Path) -> None:
+    process = start(tmp_path, "pass")
+    process.wait_ready(ignore)
+    process.submit([("a", [9], {"max_tokens": 1})])
+    with pytest.raises(EngineError, match="ended by signal SIGKILL"):
+        process.finished(20.0)
+    assert process.broken
+    process.close()
+
+
+def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:
+    process = start(tmp_path, "pass")
+    process.wait_ready(ignore)
+    process.submit([("a", [666], {"max_tokens": 1})])
+    with pytest.raises(EngineError, match=r"RuntimeError: no message[\s\S]*step"):
+        process.finished(5.0)
+    process.close()
+
+
+def test_closing_ends_all_that_the_engine_started(tmp_path: Path) -> None:
+    process = start(tmp_path, "subprocess.Popen(['sleep', '600'])")
+    process.wait_ready(ignore)
+    children = psutil.Process().children(recursive=True)
+    assert any(child.name() == "sleep" for child in children)
+    process.close()
+    gone, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    assert gone
+
+
+def test_the_engine_ends_when_we_are_gone(tmp_path: Path) -> None:
+    """A killed eagle3 leaves no engine on the GPU."""
+    process = start(tmp_path, "pass")
+    process.wait_ready(ignore)
+    host = psutil.Process(process._process.pid)
+    process._connection.close()
+    host.wait(timeout=10)
+    process._process.wait()
+
+
+def test_a_wrong_backend_stops_the_load_early(tmp_path: Path) -> None:
+    load = "print(\"Using 'TRITON' WNA16 MoE backend.\", flush=True); time.sleep(600)"
+    process = start(tmp_path, load)
+    watch = LoadWatch(None, {"moe": "MARLIN_WNA16"})
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"moe: expected MARLIN_WNA16, found TRITON_WNA16.*stopped early"):
+        process.wait_ready(watch.feed)
+    process.close(gently=False)
+    assert time.monotonic() - started < 20
+
+
+def test_shards_are_counted_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    watch = LoadWatch(None, {}, clock=lambda: clock[0])
+    with caplog.at_level("INFO", "eagle3"):
+        for done in range(0, 64, 4):
+            watch.feed(f"\rLoading safetensors checkpoint shards:  {done}% Completed | {done}/64 [00:0")
+            watch.feed("0<01:10,  1.2s/it]\nUsing FLASH_ATTN MLA prefill backend.\n")
+            clock[0] += 60
+    lines = [record.message for record in caplog.records]
+    assert lines[0] == "vllm: prefill is FLASH_ATTN"
+    assert "vllm: loading, shard 32 of 64, 8m00s left" in lines
+    assert len(lines) == 16
+
+
+def test_the_first_exception_is_found_behind_prefixes_and_warnings() -> None:
+    log = """\
+(Worker pid=7) WARNING 11-30 01:08:14 [import_utils.py:408] Traceback (most recent call last):
+(Worker pid=7) WARNING 11-30 01:08:14 [import_utils.py:408] ImportError: deep_gemm
+(Worker_TP1 pid=8) ERROR 11-30 01:08:15 [multiproc.py:1] Traceback (most recent call last):
+(Worker_TP1 pid=8) ERROR 11-30 01:08:15 [multiproc.py:1]   File "/x.py", line 1, in f
+(Worker_TP1 pid=8) ERROR 11-30 01:08:15 [multiproc.py:1] KeyError: 'layers.1.mlp'
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed.
+"""
+    assert first_exception(log) == "KeyError: 'layers.1.mlp'"
+    assert first_exception("all is well") is None
