@@ -7,18 +7,23 @@ supervised tokens; a warm start brings its own, bit-equal, because every output 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from eagle3.checkpoint import Target
 from eagle3.config import DrafterConfig, build
 from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter
 from eagle3.errors import RequestError
+from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.vocab import VocabMap, build_vocab
 
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Samples that the size of the states is read from.
+SCALE_SAMPLES = 32
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -57,10 +62,28 @@ def drafter_shape(
     )
 
 
+def state_scales(store: StatesStore, layer_ids: tuple[int, ...]) -> list[float]:
+    """The typical size of each captured state: the median over rows of their root mean square.
+
+    Medians, since a text's first token has states hundreds of times larger than all others.
+    """
+    samples = [store.read(sample_id, layer_ids) for sample_id in store.sample_ids[:SCALE_SAMPLES]]
+    rows = (torch.cat([states[k].float().square().mean(-1) for states in samples]) for k in layer_ids)
+    return [max(float(row.median().sqrt()), torch.finfo(torch.float32).tiny) for row in rows]
+
+
 def new_drafter(
-    cfg: DrafterConfig, target: Target, prepared: Prepared, layer_ids: tuple[int, ...], seed: int
+    cfg: DrafterConfig,
+    target: Target,
+    prepared: Prepared,
+    layer_ids: tuple[int, ...],
+    seed: int,
+    scales: Sequence[float] | None = None,
 ) -> tuple[Eagle3Drafter, VocabMap]:
-    """A drafter with fresh weights and a vocabulary of the prepared set's supervised tokens."""
+    """A drafter with fresh weights and a vocabulary of the prepared set's supervised tokens.
+
+    `scales` are the states' sizes, from `state_scales`.
+    """
     vocab = build_vocab(
         prepared.token_counts(),
         cfg.draft_vocab_size,
@@ -71,7 +94,7 @@ def new_drafter(
     drafter = _build(cfg, drafter_shape(cfg, target, layer_ids, vocab.draft_vocab_size), target.embedding())
     drafter.set_vocabulary(vocab.d2t, vocab.t2d)
     head = target.head()[vocab.target_ids].float() if cfg.init_head == "target" else None
-    drafter.initialise(seed, head)
+    drafter.initialise(seed, head, scales)
     return drafter, vocab
 
 

@@ -25,6 +25,8 @@ from eagle3.errors import RequestError, StoreError
 from eagle3.slots import SlotRows
 
 WEIGHTS = "drafter.safetensors"
+# The last norm of a fresh drafter whose head is the target's: logits a fifth as large as the target's own.
+SOFT_START = 0.2
 
 
 @dataclass(frozen=True)
@@ -254,8 +256,15 @@ class Eagle3Drafter(nn.Module):
         self.t2d.copy_(t2d)
 
     @torch.no_grad()
-    def initialise(self, seed: int, head: Tensor | None = None, std: float = 0.02) -> None:
-        """Fresh weights: matrices normal with `std`, norms one, the head the rows [D, H] of the target's if given."""
+    def initialise(
+        self, seed: int, head: Tensor | None = None, state_scales: Sequence[float] | None = None, std: float = 0.02
+    ) -> None:
+        """Fresh weights: matrices normal with `std`, norms one, the head the rows [D, H] of the target's if given.
+
+        `state_scales` are the typical sizes (root mean square of a row) of the K captured states: with them fc starts
+        as the deepest state at size one, which is nearest to what the head reads. Otherwise states of size 20 would
+        drown what the layer adds to them, and training would first have to shrink fc.
+        """
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim > 1:
@@ -264,6 +273,13 @@ class Eagle3Drafter(nn.Module):
                 parameter.fill_(1.0)
         if head is not None:
             self.lm_head.weight.copy_(head)
+            # The target's rows behind a norm of one are as sure as the target is, before anything was learned.
+            self.norm.weight.fill_(SOFT_START)
+        if state_scales is not None:
+            normed = self.input_norm is not None or self.fc_norm is not None
+            self.fc.weight.zero_()
+            deepest = self.fc.weight[:, -self.shape.target_hidden_size :]
+            deepest.fill_diagonal_(1.0 if normed else 1.0 / state_scales[-1])
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids → target ids."""

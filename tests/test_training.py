@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 
 from eagle3.batches import pack
-from eagle3.blueprint import new_drafter
+from eagle3.blueprint import new_drafter, state_scales
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, DrafterConfig, TrainerConfig
 from eagle3.drafter import load_drafter
@@ -105,7 +105,7 @@ def test_accumulated_step_equals_the_big_batch(inputs: Path, tiny_target: Path, 
     trained(cfg)
     found = torch.load(tmp_path / "grads.pt")
     prepared, store, target = opened(cfg)
-    drafter, vocab = new_drafter(cfg.drafter, target, prepared, (1, 3, 4), cfg.seed)
+    drafter, vocab = new_drafter(cfg.drafter, target, prepared, (1, 3, 4), cfg.seed, state_scales(store, (1, 3, 4)))
     data = train.PackedDataModule(
         prepared, store, (1, 3, 4), vocab.t2d.numpy(), 3, "exact", 160, epochs=50, max_steps=1, accumulate=4
     )
@@ -116,6 +116,20 @@ def test_accumulated_step_equals_the_big_batch(inputs: Path, tiny_target: Path, 
     module.unroll(batch).loss.backward()
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_fresh_drafter_starts_from_the_deepest_state(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """fc gives the deepest state at size one, and the first distribution is nearly flat although the head is trained."""
+    cfg = train_config(copied(inputs, tmp_path), tiny_target)
+    prepared, store, target = opened(cfg)
+    states = store.read(store.sample_ids[0], (1, 3, 4))
+    scales = state_scales(store, (1, 3, 4))
+    drafter, _ = new_drafter(cfg.drafter, target, prepared, (1, 3, 4), cfg.seed, scales)
+    fused = drafter.fuse(torch.cat([states[k] for k in (1, 3, 4)], dim=-1))
+    torch.testing.assert_close(fused, states[4].float() / scales[2])
+    every = torch.cat([store.read(sample_id, (4,))[4] for sample_id in store.sample_ids]).double()
+    assert scales[2] == pytest.approx(float(every.square().mean(-1).sqrt().median()), rel=0.1)
+    assert bool((drafter.norm.weight < 1).all())
 
 
 def make_module(drafter: Any, report: Any = lambda *_: None) -> DrafterTraining:

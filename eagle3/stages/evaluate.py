@@ -71,10 +71,11 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     embedding = target.embedding()
     read = import_drafter if measured.kind == "export" else load_drafter
     drafter = read(measured.folder, embedding)
+    trained = manifest["training" if measured.kind == "export" else "metrics"]
     with open_engine(cfg, target) as engine:
         assert isinstance(engine, TransformersEngine)
         run.note(engine=dataclasses.asdict(engine.info()), adapter=target.adapter.name)
-        proposers = _proposers(cfg, target, drafter, training, engine)
+        proposers = _proposers(cfg, target, drafter, training, engine, trained.get("state_scales"))
         live = LiveTarget(engine.model, target.adapter, drafter.shape.layer_ids)
         results, skipped = _measure(cfg, run, target, live, proposers, sets)
         setting = _setting(cfg, target, engine.info(), sets, measured)
@@ -84,7 +85,6 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         name: {**summarize(found, k, temperature), "skipped": skipped[name]} for name, found in results.items()
     }
     every = summarize([result for found in results.values() for result in found], k, temperature)
-    trained = manifest["training" if measured.kind == "export" else "metrics"]
     simulated = trained.get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
     metrics = {
         **every,
@@ -146,14 +146,19 @@ def _warn_of_another_target(run: Run, manifest: Mapping[str, Any], target: Targe
 
 
 def _proposers(
-    cfg: Config, target: Target, drafter: Eagle3Drafter, training: _Training, engine: TransformersEngine
+    cfg: Config,
+    target: Target,
+    drafter: Eagle3Drafter,
+    training: _Training,
+    engine: TransformersEngine,
+    scales: Sequence[float] | None,
 ) -> dict[str, Proposer]:
     """The drafter and its baselines, ready to draft beside the engine's model."""
 
     def placed(module: Eagle3Drafter) -> DrafterChain:
         return DrafterChain(place(module, engine.device, engine.dtype))
 
-    untrained = _untrained(cfg, target, drafter) if "untrained" in cfg.evaluate.baselines else None
+    untrained = _untrained(cfg, target, drafter, scales) if "untrained" in cfg.evaluate.baselines else None
     proposers: dict[str, Proposer] = {OURS: placed(drafter)}
     if untrained is not None:
         proposers["untrained"] = placed(untrained)
@@ -164,14 +169,14 @@ def _proposers(
     return proposers
 
 
-def _untrained(cfg: Config, target: Target, drafter: Eagle3Drafter) -> Eagle3Drafter:
+def _untrained(cfg: Config, target: Target, drafter: Eagle3Drafter, scales: Sequence[float] | None) -> Eagle3Drafter:
     """A drafter of the same shape and vocabulary with the weights that training starts from."""
     untrained = Eagle3Drafter(drafter.shape, target.embedding())
     untrained.set_vocabulary(drafter.d2t, drafter.t2d)
     head = None
     if cfg.drafter.init_head == "target":
         head = target.head() if drafter.target_ids is None else target.head()[drafter.target_ids]
-    untrained.initialise(cfg.seed, head)
+    untrained.initialise(cfg.seed, head, scales)
     return untrained
 
 

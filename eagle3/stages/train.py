@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 
 from eagle3 import layers
 from eagle3.batches import PackedDataModule
-from eagle3.blueprint import new_drafter, warm_drafter
+from eagle3.blueprint import new_drafter, state_scales, warm_drafter
 from eagle3.checkpoint import Target, open_target
 from eagle3.checkpoints import (
     AtomicCheckpointIO,
@@ -159,6 +159,7 @@ class _Job:
         self.prepared = Prepared.open(prepared.folder)
         self.store.verify(self.prepared)
         self.previous = self._previous()
+        self.scales: list[float] | None = None
         self.drafter, self.vocab = self._new_drafter()
         self.data = self._data()
         self.first_step = 0
@@ -185,7 +186,8 @@ class _Job:
             given = cfg.drafter.warm_start or cfg.trainer.resume_from
             trained = _trained(self.run.artifacts, str(given), "drafter.warm_start")
             return warm_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, trained.folder)
-        return new_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, cfg.seed)
+        self.scales = state_scales(self.store, self.layer_ids)
+        return new_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, cfg.seed, self.scales)
 
     def _data(self) -> PackedDataModule:
         cfg = self.cfg
@@ -386,6 +388,7 @@ class _Job:
             "peak_memory_bytes": peak_memory_bytes(),
             "best_step": None if best is None else best["step"],
             "validation": measured,
+            "state_scales": self.scales,
         }
         shape = kept.shape
         manifest = {
