@@ -1,0 +1,183 @@
+"""Every stored state is Hugging Face's and vLLM's own, whatever the batch, the split and the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3.engines import Prompt
+from eagle3.engines.vllm import VllmEngine
+from eagle3.errors import RequestError
+from tests.vllm.checkpoints import RECIPES
+from tests.vllm.engines import SPOILT, assert_same, captured, hugging_face, make_samples, start
+
+LENGTHS = [5, 40, 200, 1, 33, 255, 17, 90]
+
+
+def recipe(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(family)
+    return RECIPES[family](folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in which one token's embedding is infinite."""
+    from safetensors.torch import load_file, save_file
+
+    folder = recipe("llama", tmp_path_factory)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][SPOILT] = torch.inf
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    with start("llama", llama, tmp_path_factory.mktemp("log") / "engine.log") as opened:
+        yield opened
+
+
+def test_states_are_hugging_faces_at_any_batch(engine: VllmEngine) -> None:
+    """E1, E7: ids 0 ... n; batch 8, batch 1, shuffled, and a second call."""
+    samples = make_samples(LENGTHS)
+    ids = range(engine.target.shape.num_layers + 1)
+    expected = hugging_face(engine.target, samples)
+    assert_same(captured(engine, samples, ids), expected, samples)
+    shuffled = [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]
+    assert_same(captured(engine, shuffled, ids), expected, samples)
+    for sample in samples[:4]:
+        assert_same(captured(engine, [sample], ids), expected, [sample])
+    assert_same(captured(engine, samples, [6]), expected, samples)
+
+
+def test_shared_beginnings_are_computed_for_each(engine: VllmEngine) -> None:
+    """E2: prefix caching is off; two prompts that share a long beginning have all their rows."""
+    assert not engine.ranks[0]["prefix_caching"]
+    samples = make_samples([5, 20, 40], seed=2, shared=150)
+    expected = hugging_face(engine.target, samples)
+    assert_same(captured(engine, samples, [0, 3, 6]), expected, samples)
+    assert_same(captured(engine, samples[::-1], [0, 3, 6]), expected, samples)
+
+
+def test_one_load_serves_captures_and_generation(engine: VllmEngine) -> None:
+    """Greedy continuations are Hugging Face's; states after them are as before; keys are seeds at a temperature."""
+    from transformers import AutoModelForCausalLM
+
+    prompts = [Prompt(f"p{n}", sample.input_ids.tolist(), 12) for n, sample in enumerate(make_samples([4, 9, 30], 3))]
+    model = AutoModelForCausalLM.from_pretrained(engine.target.folder, dtype=torch.float32).eval()
+    found = {g.key: g for g in engine.generate(prompts, temperature=0.0, seed=0, stop_ids=[])}
+    for prompt in prompts:
+        expected = model.generate(torch.tensor([list(prompt.input_ids)]), max_new_tokens=12, do_sample=False)
+        assert found[prompt.key].token_ids[:4] == expected[0, len(prompt.input_ids) :].tolist()[:4]
+        assert found[prompt.key].finish == "length"
+    stop = found["p0"].token_ids[3]
+    (stopped,) = engine.generate(prompts[:1], temperature=0.0, seed=0, stop_ids=[stop])
+    assert stopped.finish == "stop"
+    assert stopped.token_ids == found["p0"].token_ids[: found["p0"].token_ids.index(stop) + 1]
+    sampled = [
+        {g.key: g.token_ids for g in engine.generate(prompts, temperature=1.0, seed=seed, stop_ids=[])}
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    samples = make_samples([7, 70], seed=4)
+    assert_same(captured(engine, samples, [2, 6]), hugging_face(engine.target, samples), samples)
+
+
+def test_a_prompt_without_room_is_refused(engine: VllmEngine) -> None:
+    with pytest.raises(RequestError, match=r"prompt long: 270 tokens and 30 new ones, the engine takes 289"):
+        list(engine.generate([Prompt("long", [5] * 270, 30)], temperature=0.0, seed=0, stop_ids=[]))
+
+
+def test_what_is_loaded_is_told(engine: VllmEngine) -> None:
+    info = engine.info()
+    assert (info.name, info.model_class, info.num_layers, info.dtype) == ("vllm", "LlamaForCausalLM", 6, "float32")
+    assert info.details["backends"]["attention"] == "DENSE"
+
+
+def test_split_documents_are_put_together(llama: Path, tmp_path: Path) -> None:
+    """Chunked prefill: batches of 64 tokens, documents of up to 250, some with one beginning."""
+    samples = make_samples([250, 3, 64, 65, 200, 10, 128, 1]) + make_samples([30, 90, 60], seed=5, shared=70)
+    with start("llama", llama, tmp_path / "engine.log", batch_tokens=64) as engine:
+        assert engine.ranks[0]["batch_tokens"] == 64
+        found = captured(engine, samples, range(7))
+        steps = engine.last_capture["ranks"][0]["steps"]
+        expected = hugging_face(engine.target, samples)
+    assert steps >= sum(len(sample.input_ids) for sample in samples) / 64
+    assert_same(found, expected, samples)
+
+
+def test_two_ranks_share_the_writing(llama: Path, tmp_path: Path) -> None:
+    """Tensor parallel: each rank writes a part, the other one in a second pass; both are Hugging Face's."""
+    from eagle3.engines.vllm_capture import ShardWork
+    from eagle3.shards import Layout, ShardPlan, ShardWriter
+
+    samples = make_samples(LENGTHS)
+    lengths = tuple(len(sample.input_ids) for sample in samples)
+    plan = ShardPlan(0, tuple(range(8)), tuple(sample.id for sample in samples), lengths)
+    layout, ids = Layout(64, "float32", 6), [1, 3, 6]
+    with start("llama", llama, tmp_path / "engine.log", tensor_parallel_size=2) as engine:
+        expected = hugging_face(engine.target, samples)
+        for rotation in (0, 1):
+            with ShardWriter(tmp_path / str(rotation), layout, plan, ids) as writer:
+                list(engine.capture_shards([ShardWork(writer, samples)], ids, layout, rotation=rotation))
+                found = {
+                    sample.id: {k: writer.files[k].read(start, len(sample.input_ids)) for k in ids}
+                    for sample, start in zip(samples, plan.starts, strict=True)
+                }
+                writer.close(samples, {"name": "vllm"})
+            assert_same(found, expected, samples)
+            written = [rank["bytes"] for rank in engine.last_capture["ranks"]]
+            assert sum(written) == plan.tokens * 64 * 4 * 3
+            assert min(written) > 0.45 * sum(written)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_families_that_hugging_face_knows(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = recipe(family, tmp_path_factory)
+    samples = make_samples(LENGTHS)
+    with start(family, folder, folder / "engine.log") as engine:
+        found = captured(engine, samples, range(engine.target.shape.num_layers + 1))
+        assert_same(found, hugging_face(engine.target, samples), samples)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "kimi_k25", "llama_4_scaling"])
+def test_states_are_those_of_vllms_own_extraction(
+    family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same engine extracts by its own means (`extract_hidden_states`), id n included, and by ours: equal bits.
+
+    Hugging Face has the states of DeepSeek V3 too, and those of Kimi's language model, which is one.
+    """
+    from tests.vllm.connector import extracted, options
+
+    folder = tmp_path_factory.mktemp(family)
+    scaling = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.5}}
+    if family == "llama_4_scaling":
+        RECIPES["deepseek_v3"](folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **scaling}))
+    else:
+        RECIPES[family](folder)
+    samples = make_samples([5, 40, 200, 33])
+    ids = [1, 2, 4, 6] if family == "llama" else [1, 2, 4, 5]
+    adapter = "deepseek_v3" if family == "llama_4_scaling" else family
+    extraction = options(tmp_path / "extracted", ids)
+    with start(adapter, folder, tmp_path / "engine.log", engine_options=extraction) as engine:
+        found = captured(engine, samples, ids)
+        reference = extracted(tmp_path / "extracted")
+    for sample in samples:
+        states = reference[tuple(sample.input_ids.tolist())]
+        for place, k in enumerate(ids):
+            assert torch.equal(found[sample.id][k], states[:, place]), (sample.id, k)
+    if family in ("deepseek_v3", "kimi_k25"):
+        inner = tmp_path_factory.mktemp("inner")
+        RECIPES["deepseek_v3"](inner)
+        from tests.vllm.engines import configured
+
+        _, target = configured("deepseek_v3", inner)
+        assert_same(found, hugging_face(target, samples), samples)
