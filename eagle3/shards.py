@@ -170,6 +170,11 @@ class LayerFile:
         self.checksums[member] = zlib.crc32(data)
         self._write(data, self.data_offset + start * self.layout.row_bytes)
 
+    def erase(self, member: int, start: int) -> None:
+        """Makes the rows of a member that an engine wrote zeros again, as those of a rejected one are."""
+        size = self.plan.lengths[member] * self.layout.row_bytes
+        self._write(memoryview(bytes(size)), self.data_offset + start * self.layout.row_bytes)
+
     def read(self, start: int, length: int) -> Tensor:
         """The rows [length, H] from `start` on, as they are in the file."""
         return read_rows(self.path, self.layout, self.data_offset, start, length)
@@ -241,6 +246,12 @@ class ShardWriter:
     def reject(self, sample_id: str, reason: str) -> None:
         """Leaves a hole where the member would be; the index will not name it."""
         self.rejected[sample_id] = reason
+
+    def retract(self, sample_id: str, reason: str) -> None:
+        """Rejects a member whose rows an engine has put into the files by itself: they become a hole again."""
+        for file in self.files.values():
+            file.erase(self.members[sample_id], self.starts[self.members[sample_id]])
+        self.reject(sample_id, reason)
 
     def close(self, samples: Sequence[Sample], engine: Mapping[str, Any]) -> None:
         """Completes the shard: index, fsync, rename. `samples` are the plan's members, in its order.

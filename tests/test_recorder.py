@@ -140,6 +140,11 @@ def test_a_state_that_is_not_finite_rejects_its_sample_alone(tmp_path: Path) -> 
         settle(writer, samples, ranks)
         assert writer.rejected == {"s1": "non_finite"}
         assert writer.written == {"s0", "s2"}
+        assert all(not file.read(4, 6).any() for file in writer.files.values())
+        writer.close(samples, {"name": "simulated"})
+    for layer in LAYERS:
+        path = tmp_path / "shard-00000" / LAYOUT.file_name(layer)
+        assert check_layer_file(path, LAYOUT, make_plan(samples), layer, checksums=True) is None
 
 
 def test_missing_rows_are_never_accepted(tmp_path: Path) -> None:

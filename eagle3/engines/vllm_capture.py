@@ -69,7 +69,7 @@ class ShardProgress:
                     )
                 sums[layer_id] = combine_all((crc, rows * writer.layout.row_bytes) for _, rows, crc in pieces)
             if member in rejected:
-                writer.reject(plan.sample_ids[member], "non_finite")
+                writer.retract(plan.sample_ids[member], "non_finite")
             else:
                 writer.accept(plan.sample_ids[member], sums)
 
