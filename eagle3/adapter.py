@@ -62,6 +62,8 @@ class Adapter(ABC):
     name: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
     engines: ClassVar[tuple[str, ...]] = ("transformers",)
+    # Where captured states of this family were compared with a reference, for `stage=adapters`.
+    ran_on: ClassVar[tuple[str, ...]] = ()
     layers_path: ClassVar[str] = "model.layers"
     weight_names: ClassVar[WeightNames] = WeightNames(
         "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -136,11 +138,11 @@ class Adapter(ABC):
 
         vLLM's layers return (hidden, residual), whose sum is the stream; Hugging Face's return hidden or (hidden, ...).
         """
-        if isinstance(output, tuple):
-            if len(output) > 1 and output[1] is not None and hasattr(output[1], "shape"):
-                return output[0] + output[1] if output[1].shape == output[0].shape else output[0]
-            return output[0]
-        return output
+        if not isinstance(output, tuple):
+            return output
+        hidden, *others = output
+        summand = others[0] if others else None
+        return hidden + summand if getattr(summand, "shape", None) == hidden.shape else hidden
 
     def final_norm(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm between the final state and the head: RMSNorm, computed in float32 (LlamaRMSNorm).
@@ -212,6 +214,7 @@ class Adapter(ABC):
             "name": self.name,
             "architectures": list(self.architectures),
             "engines": list(self.engines),
+            "ran_on": list(self.ran_on),
             "layers": self.layers_path,
             "weights": dataclasses.asdict(self.weight_names),
             "expected_backends": self.expected_backends(),

@@ -326,7 +326,10 @@ def data_start(path: Path) -> int:
         header, start = read_header(path)
         return start + header["hidden_states"]["data_offsets"][0]
     except (RequestError, KeyError) as error:
-        raise StoreError(f"{error}; run `eagle3 stage=extract` to make it again") from error
+        cause = error.__cause__ or error
+        raise StoreError(
+            f"{path}: no readable safetensors header ({cause}); run `eagle3 stage=extract` to make the file again"
+        ) from error
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

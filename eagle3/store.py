@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import mmap
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from eagle3.errors import RequestError, StoreError
 from eagle3.shard_index import INDEX_NAME, ShardIndex
-from eagle3.shards import Layout, data_start
+from eagle3.shards import Layout, data_start, read_rows
 
 if TYPE_CHECKING:
     from eagle3.checkpoint import Target
@@ -50,7 +49,7 @@ class StatesStore:
         self._starts = np.concatenate([np.empty(0, np.int64), *(starts for _, starts, _ in indexes)])
         self.lengths: np.ndarray = np.concatenate([np.empty(0, np.int64), *(lengths for _, _, lengths in indexes)])
         """int64 [N]: tokens of each stored sample, in the order of `sample_ids`."""
-        self._open: OrderedDict[Path, tuple[Any, int]] = OrderedDict()
+        self._open: OrderedDict[Path, tuple[mmap.mmap | None, int]] = OrderedDict()
 
     @classmethod
     def open(cls, folder: Path, read_mode: str = "mmap") -> StatesStore:
@@ -160,11 +159,6 @@ class StatesStore:
                 f"{details}; run `eagle3 stage=extract` with this model, or give the model they belong to"
             )
 
-    def close(self) -> None:
-        """Closes what is open; maps that tensors look into go with the last of them."""
-        while self._open:
-            self._close_oldest()
-
     def _place(self, sample_id: str) -> int | None:
         """The sample's number in `sample_ids`."""
         wanted = np.bytes_(sample_id)
@@ -189,51 +183,37 @@ class StatesStore:
         )
 
     def _rows(self, path: Path, start: int, length: int) -> Tensor:
-        offset, size = start * self.layout.row_bytes, length * self.layout.row_bytes
         source, first = self._file(path)
-        if isinstance(source, int):
-            data = bytearray(size)
-            if os.preadv(source, [data], first + offset) != size:
-                raise StoreError(
-                    f"{path}: ended early at row {start} (+{length}), expected all of its rows; the file was cut off: "
-                    "run `eagle3 stage=verify`"
-                )
-            buffer, position = data, 0
-        else:
-            buffer, position = source, first + offset
-            if position + size > len(source):
-                raise StoreError(f"{path}: is shorter than its index says; run `eagle3 stage=verify`")
+        if source is None:
+            return read_rows(path, self.layout, first, start, length)
+        position = first + start * self.layout.row_bytes
+        if position + length * self.layout.row_bytes > len(source):
+            raise StoreError(f"{path}: is shorter than its index says; run `eagle3 stage=verify`")
         count = length * self.layout.hidden_size
-        rows = torch.frombuffer(buffer, dtype=self.layout.torch_dtype, count=count, offset=position)
+        rows = torch.frombuffer(source, dtype=self.layout.torch_dtype, count=count, offset=position)
         return rows.view(length, self.layout.hidden_size)
 
-    def _file(self, path: Path) -> tuple[Any, int]:
-        """An open layer file, as a map or as a descriptor, and where its rows start; the oldest one is closed."""
-        if path in self._open:
-            self._open.move_to_end(path)
-            return self._open[path]
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be opened ({error.strerror}); run `eagle3 stage=verify`") from error
-        start = data_start(path)
-        source: Any = handle
-        if self.read_mode == "mmap":
+    def _file(self, path: Path) -> tuple[mmap.mmap | None, int]:
+        """A layer file's map, None when it is read eagerly, and the offset of its rows; few are kept open.
+
+        A map that is dropped lives on while tensors look into it.
+        """
+        if path not in self._open:
+            start = data_start(path)
+            self._open[path] = (self._map(path) if self.read_mode == "mmap" else None, start)
+            if len(self._open) > MAX_OPEN_FILES:
+                self._open.popitem(last=False)
+        self._open.move_to_end(path)
+        return self._open[path]
+
+    def _map(self, path: Path) -> mmap.mmap | None:
+        with path.open("rb") as file:
             try:
                 # Copy-on-write, because torch wants writable memory; nobody writes, so no page is ever copied.
-                source = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
-                os.close(handle)
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 if error.errno != errno.ENODEV:
                     raise
-                log.warning("%s: this file system cannot map files; reading eagerly from here on", path)
-                self.read_mode = "eager"
-        self._open[path] = (source, start)
-        if len(self._open) > MAX_OPEN_FILES:
-            self._close_oldest()
-        return self._open[path]
-
-    def _close_oldest(self) -> None:
-        _, (source, _) = self._open.popitem(last=False)
-        if isinstance(source, int):
-            os.close(source)
+        log.warning("%s: this file system cannot map files; reading eagerly from here on", path)
+        self.read_mode = "eager"
+        return None
