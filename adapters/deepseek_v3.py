@@ -13,6 +13,7 @@ class DeepseekV3Adapter(Adapter):
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
     engines = ("transformers", "vllm")
+    ran_on = ("transformers 5.24 CPU", "vllm 0.32 CPU")
     scales_residual_in_float16 = True
     replicated_weights = (*Adapter.replicated_weights, r"_a_proj")
     turn_ends = ("<｜end▁of▁sentence｜>",)  # noqa: RUF001 - this is how the token is spelt

@@ -11,4 +11,5 @@ class GptOssAdapter(Adapter):
     name = "gpt_oss"
     architectures = ("GptOssForCausalLM",)
     engines = ("transformers", "vllm")
+    ran_on = ("transformers 5.24 CPU", "vllm 0.32 CPU")
     turn_ends = ("<|return|>", "<|call|>", "<|end|>")

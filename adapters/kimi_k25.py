@@ -14,6 +14,7 @@ class KimiK25Adapter(KimiK2Adapter):
     name = "kimi_k25"
     architectures = ("KimiK25ForConditionalGeneration",)
     layers_path = "language_model.model.layers"
+    ran_on = ("vllm 0.32 CPU",)
     weight_names = WeightNames(
         "language_model.model.embed_tokens.weight",
         "language_model.model.norm.weight",

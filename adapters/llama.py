@@ -11,4 +11,5 @@ class LlamaAdapter(Adapter):
     name = "llama"
     architectures = ("LlamaForCausalLM", "MistralForCausalLM")
     engines = ("transformers", "vllm")
+    ran_on = ("transformers 5.24 CPU", "vllm 0.32 CPU", "vllm 0.26 H200")
     turn_ends = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "</s>")

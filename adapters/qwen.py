@@ -11,5 +11,6 @@ class QwenAdapter(Adapter):
     name = "qwen"
     architectures = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     engines = ("transformers", "vllm")
+    ran_on = ("transformers 5.24 CPU", "vllm 0.32 CPU")
     turn_ends = ("<|im_end|>", "<|endoftext|>")
     inserted_texts = ("<think>\n\n</think>\n\n",)

@@ -25,7 +25,7 @@ FILL = {
     "model": ["model.path=/models/x"],
     "dataset": ["dataset.sources.train.path=/data/x.jsonl"],
 }
-NEED_PATH = {"llama", "qwen", "deepseek_v3", "jsonl", "hub"}
+NEED_PATH = {"llama", "qwen", "deepseek_v3", "kimi_k2", "gpt_oss", "jsonl", "hub"}
 
 
 def options(group: str) -> list[str]:
