@@ -32,20 +32,22 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     for column in ("layers", "ids", "bytes", "a token", "time"):
         table.add_column(column, justify="left" if column in ("layers", "ids") else "right")
     metrics: dict[str, Any] = {}
-    for name, chosen in [(cfg.layers.name, cfg.layers), *_presets(cfg.layers.name)]:
+    mine = "layers.ids" if cfg.layers.ids is not None else cfg.layers.name
+    for name, chosen in [(mine, cfg.layers), *_presets(without=mine)]:
         try:
             ids = extract.wanted_ids(chosen, num_layers)
-        except RequestError as refusal:
+        except RequestError:
             if not metrics:
                 raise
-            table.add_row(name, "none", "", "", str(refusal).partition(";")[0])
+            table.add_row(name, f"not possible with {num_layers} layers")
             continue
         capture = extract.plan_capture(cfg, target, prepared, artifact, ids)
         size, tokens = capture.size_bytes(), capture.tokens()
         seconds = tokens / speed if speed else None
         per_token = f"{len(ids) * capture.layout.row_bytes:,} B"
         shown = ", ".join(map(str, ids[:-1])) + f" + {ids[-1]} (final)"
-        table.add_row(name, shown, f"{size / 1e9:,.3f} GB", per_token, duration(seconds) if seconds else "unknown")
+        total = f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+        table.add_row(name, shown, total, per_token, duration(seconds) if seconds else "unknown")
         if not metrics:
             metrics = {
                 "samples": len(prepared.lengths),
