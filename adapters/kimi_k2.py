@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from eagle3.adapters.deepseek_v3 import DeepseekV3Adapter
+from .deepseek_v3 import DeepseekV3Adapter
 from eagle3.errors import RequestError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3.adapter import WeightNames
-from eagle3.adapters.kimi_k2 import KimiK2Adapter
+from .kimi_k2 import KimiK2Adapter
 
 
 class KimiK25Adapter(KimiK2Adapter):

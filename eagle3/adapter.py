@@ -226,9 +226,10 @@ def families() -> dict[str, type[Adapter]]:
     import importlib
     import pkgutil
 
-    import eagle3.adapters as ours
     from eagle3 import plugins
 
+    # Imported by name: type checkers do not see where the wheel puts `adapters/`.
+    ours = importlib.import_module("eagle3.adapters")
     found: dict[str, type[Adapter]] = {}
     for package in (*plugins.adapter_packages(), ours):
         for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):

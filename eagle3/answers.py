@@ -36,7 +36,7 @@ from eagle3.rendering import Template, Unrenderable
 from eagle3.tokens import Tokens, template_prompt_ids
 
 # Slots refill within a batch and drain at its end, so a batch is several times the slots; a kill costs one batch.
-BATCH_PER_SLOT = 8
+BATCH_PER_SLOT = 3
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from eagle3.errors import RequestError
 
-CONVENTION = "id k = residual stream entering decoder layer k (0-based); n = after the last layer, before the final norm"
+CONVENTION = (
+    "id k = residual stream entering decoder layer k (0-based); n = after the last layer, before the final norm"
+)
 
 
 def eagle_ids(num_layers: int) -> tuple[int, ...]:
