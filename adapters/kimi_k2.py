@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .deepseek_v3 import DeepseekV3Adapter
 from eagle3.errors import RequestError
+
+from .deepseek_v3 import DeepseekV3Adapter
 
 
 class KimiK2Adapter(DeepseekV3Adapter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3.adapter import WeightNames
+
 from .kimi_k2 import KimiK2Adapter
 
 
