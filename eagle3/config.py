@@ -167,7 +167,6 @@ class TrainerConfig:
     resume: bool = True
     resume_from: str | None = None
     num_workers: int = number(0, least=0)
-    compile: bool = False
     profile: bool = False
     lightning: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)

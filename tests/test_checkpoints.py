@@ -114,6 +114,31 @@ def test_t13_resume_equals_the_undisturbed_run_with_accumulation(
     assert_equal_artifacts(artifact, undisturbed["accumulated"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_between_the_last_step_and_the_artifact(
+    kind: str,
+    inputs: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Artifact],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is trained again, and the artifact is the same."""
+    folder = copied(inputs, tmp_path)
+    cfg = train_config(folder, tiny_target, *KINDS[kind])
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_drafter", die)
+        with pytest.raises(Killed):
+            trained(cfg)
+    _, artifact, run = trained(cfg)
+    assert_equal_artifacts(artifact, undisturbed[kind])
+    assert not (run.folder / "metrics.jsonl").exists()
+
+
 def test_t14_each_sample_once_an_epoch_over_both_runs(
     inputs: Path, tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,7 +119,7 @@ def test_accumulated_step_equals_the_big_batch(inputs: Path, tiny_target: Path, 
 
 
 def test_a_fresh_drafter_starts_from_the_deepest_state(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
-    """fc gives the deepest state at size one, and the first distribution is nearly flat although the head is trained."""
+    """fc gives the deepest state at size one, and first guesses are nearly flat although the head is the target's."""
     cfg = train_config(copied(inputs, tmp_path), tiny_target)
     prepared, store, target = opened(cfg)
     states = store.read(store.sample_ids[0], (1, 3, 4))

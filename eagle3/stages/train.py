@@ -48,7 +48,7 @@ OPERATIONAL = {
     "drafter": ("name",),
     "trainer": (
         *("name", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps", "deterministic"),
-        *("resume", "num_workers", "compile", "profile"),
+        *("resume", "num_workers", "profile"),
     ),
 }
 # Arguments of the Lightning Trainer that other fields of the config decide.
