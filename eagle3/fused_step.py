@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
+from eagle3.compute_weights import ComputeWeights
 from eagle3.drafter import Eagle3Drafter
-from eagle3.linear_loss import DraftTeacher, Mix, stacked_loss
+from eagle3.linear_loss import CHUNK_BYTES, DraftTeacher, Mix, stacked_loss
 from eagle3.loss import UnrollLoss
 from eagle3.row_layout import RowLayout
-from eagle3.unroll import UnrollShape, product_of_rows, unroll
+from eagle3.unroll import UnrollShape, product_of_rows_, unroll
 
 
 class FusedStep(nn.Module):
@@ -34,8 +35,10 @@ class FusedStep(nn.Module):
         dtype: torch.dtype,
         mix: Mix = (1.0, 0.0, 0.0, 0.0),
         mask_oov: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__()
+        self.chunk_bytes = chunk_bytes
         self.drafter, self.teacher, self.dtype, self.mix, self.mask_oov = drafter, teacher, dtype, mix, mask_oov
         shape = drafter.shape
         self.shape = UnrollShape(
@@ -46,26 +49,38 @@ class FusedStep(nn.Module):
             shape.norm_before_residual,
             shape.norm_output,
         )
+        attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
+        qkv = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        gate_up, down, out = [mlp.gate_proj.weight, mlp.up_proj.weight], mlp.down_proj.weight, attention.o_proj.weight
+        layer = drafter.midlayer
+        norms = [layer.input_layernorm.weight, layer.hidden_norm.weight, layer.post_attention_layernorm.weight]
+        self.params = [*qkv, out, *gate_up, down, *norms, drafter.norm.weight]
+        groups = [qkv, [out], gate_up, [down], [drafter.fc.weight], [drafter.lm_head.weight]]
+        self.copies = ComputeWeights(groups, dtype)
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         """`step_weights` [steps] = γ^k over the rows supervised at k in the whole optimizer step."""
         drafter = self.drafter
         embeddings = F.embedding(batch.input_ids, drafter.embedding).to(self.dtype)
-        params = self.layer_weights()
-        outputs = unroll(self.fuse(batch.hidden_states), embeddings, layout, self.rotary(layout), self.shape, params)
+        *products, fc, head = self.copies.fresh()
+        features = self.fuse(batch.hidden_states, fc)
+        rotary = self.rotary(layout)
+        outputs = unroll(features, embeddings, layout, rotary, self.shape, self.params, products)
         return stacked_loss(
             outputs,
             drafter.lm_head.weight,
+            head,
             batch.final_states,
             self.teacher,
             layout,
             step_weights,
             self.mix,
             self.mask_oov,
+            self.chunk_bytes,
         )
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
+    def fuse(self, hidden_states: Tensor, fc: Tensor) -> Tensor:
         """Captured states [T, K * H_target] → features [T, H] in the products' dtype."""
         drafter, states = self.drafter, hidden_states.to(self.dtype)
         if drafter.input_norm is not None:
@@ -73,7 +88,7 @@ class FusedStep(nn.Module):
         if drafter.fc_norm is not None:
             chunks = states.chunk(len(drafter.fc_norm), dim=-1)
             states = torch.cat([_normed(c, n) for n, c in zip(drafter.fc_norm, chunks, strict=True)], dim=-1)
-        return _Linear.apply(states, drafter.fc.weight)
+        return _Linear.apply(states, drafter.fc.weight, fc)
 
     def rotary(self, layout: RowLayout) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, D / 2], long enough for this batch."""
@@ -87,32 +102,22 @@ class FusedStep(nn.Module):
             self._rotary = (angles.cos() * factor, angles.sin() * factor)
         return self._rotary
 
-    def layer_weights(self) -> tuple[Tensor, ...]:
-        """The weights that `unroll` reads, in its order."""
-        layer = self.drafter.midlayer
-        attention, mlp = layer.self_attn, layer.mlp
-        return (
-            *(m.weight for m in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)),
-            *(m.weight for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
-            *(m.weight for m in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm)),
-            self.drafter.norm.weight,
-        )
-
 
 def _normed(states: Tensor, norm: nn.RMSNorm) -> Tensor:
     return F.rms_norm(states, norm.normalized_shape, norm.weight.to(states.dtype), norm.eps)
 
 
 class _Linear(torch.autograd.Function):
-    """rows [n, in] times weight [out, in] transposed, in the rows' dtype; the weight's gradient is an fp32 sum."""
+    """rows [n, in] times weight [out, in] transposed; `product` is the weight in the rows' dtype, its gradient is fp32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return rows @ weight.to(rows.dtype).T
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, product: Tensor) -> Tensor:
+        ctx.rows, ctx.weight, ctx.product = rows, weight, product
+        return rows @ product.T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor]:
-        rows, weight = ctx.saved_tensors
-        grad_rows = grads[0] @ weight.to(rows.dtype) if ctx.needs_input_grad[0] else None
-        return grad_rows, product_of_rows(grads[0], rows).to(weight.dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        grad_rows = grads[0] @ ctx.product if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(ctx.weight)
+        product_of_rows_(grad_weight, grads[0], ctx.rows)
+        return grad_rows, grad_weight, None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eagle3.kernels import kernels_for
 from eagle3.loss import UnrollLoss
 from eagle3.row_layout import RowLayout
-from eagle3.unroll import product_of_rows
+from eagle3.unroll import product_of_rows_
 
 Mix = tuple[float, float, float, float]
 CHUNK_BYTES = 1 << 29
@@ -43,17 +43,19 @@ class DraftTeacher(nn.Module):
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
     @torch.no_grad()
-    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Of final states [U, H]: logits over the draft vocabulary [U, D], and whether the argmax lies outside [U]."""
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of final states [U, H]: logits over the draft vocabulary [U, D], their log-sum-exps [U], and whether the argmax
+        over the full vocabulary lies outside [U]."""
         normed = self.normed(states).to(self.weight.dtype)
-        logits = product(normed, self.weight[: self.draft_vocab_size])
+        logits = exact_product(normed, self.weight[: self.draft_vocab_size])
+        sums, tops = kernels_for(logits.device).row_sums(logits)
         if self.draft_vocab_size == len(self.weight):
-            return logits, torch.zeros(len(states), dtype=torch.bool, device=states.device)
-        others = product(normed, self.weight[self.draft_vocab_size :])
-        return logits, others.amax(-1) > logits.amax(-1)
+            return logits, sums, torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        others = exact_product(normed, self.weight[self.draft_vocab_size :])
+        return logits, sums, others.amax(-1) > tops
 
 
-def product(rows: Tensor, weight: Tensor) -> Tensor:
+def exact_product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [n, H] times weight [m, H] transposed, with sums of fp32 kept as they are."""
     if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(rows, weight.T, out_dtype=torch.float32)
@@ -63,6 +65,7 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
 def stacked_loss(
     outputs: Tensor,
     head: Tensor,
+    product: Tensor,
     final_states: Tensor,
     teacher: DraftTeacher,
     layout: RowLayout,
@@ -73,11 +76,10 @@ def stacked_loss(
 ) -> UnrollLoss:
     """Compares stacked outputs [M, H] of `unroll` with the target's distributions.
 
-    `head` [D, H] is the drafter's lm_head, in any dtype (products run in that of `outputs`), `final_states` [T, H] the
-    target's, `step_weights` [steps] = γ^k over the count of rows supervised at k. Returns what `loss.unroll_loss` does.
+    `head` [D, H] is the drafter's lm_head, `product` the same in the dtype of `outputs`, `final_states` [T, H] the target's, `step_weights` [steps] = γ^k over the count of rows supervised at k. Returns what `loss.unroll_loss` does.
     """
     loss, row_losses, hits, outside = _StackedLoss.apply(
-        outputs, head, final_states, teacher, layout, step_weights, mix, mask_oov, chunk_bytes
+        outputs, head, product, final_states, teacher, layout, step_weights, mix, mask_oov, chunk_bytes
     )
     by_step = layout.by_step
     return UnrollLoss(loss, row_losses[by_step], hits[by_step], outside[by_step])
@@ -89,6 +91,7 @@ class _StackedLoss(torch.autograd.Function):
         ctx: Any,
         outputs: Tensor,
         head: Tensor,
+        weight: Tensor,
         final_states: Tensor,
         teacher: DraftTeacher,
         layout: RowLayout,
@@ -99,16 +102,18 @@ class _StackedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         exact = torch.float64 if outputs.dtype == torch.float64 else torch.float32
         needs_grad = any(ctx.needs_input_grad[:2])
-        kernels, weight = kernels_for(outputs.device), head.to(outputs.dtype)
+        kernels = kernels_for(outputs.device)
         rows = outputs.index_select(0, layout.pairs)
         row_losses = torch.zeros(len(rows), dtype=exact, device=rows.device)
         guesses = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         outside = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         weights = step_weights.to(exact)[layout.steps_of]
-        grad_head = torch.zeros(head.shape, dtype=exact, device=rows.device) if needs_grad else None
+        grad_head = torch.empty(head.shape, dtype=exact, device=rows.device) if needs_grad else None
+        if grad_head is not None and len(rows) == 0:
+            grad_head.zero_()
         for start, stop in _chunks(layout.pair_bounds, len(teacher.weight), len(head), chunk_bytes):
             first, last = int(layout.pair_bounds[start]), int(layout.pair_bounds[stop])
-            targets, oov = teacher(final_states.index_select(0, layout.teacher_tokens[start:stop]))
+            targets, sums, oov = teacher(final_states.index_select(0, layout.teacher_tokens[start:stop]))
             index = layout.teachers[first:last] - start
             outside[first:last] = oov[index]
             if mask_oov:
@@ -116,16 +121,18 @@ class _StackedLoss(torch.autograd.Function):
             mine = rows[first:last]
             logits = mine @ weight.T
             row_losses[first:last], guesses[first:last] = kernels.compare_(
-                logits, targets, index, weights[first:last], mix
+                logits, targets, sums, index, weights[first:last], mix
             )
             if grad_head is not None:
-                add_product_of_rows_(grad_head, logits, mine)
+                product_of_rows_(grad_head, logits, mine, accumulate=first > 0)
                 torch.mm(logits, weight, out=mine)
         if mask_oov:
             row_losses.masked_fill_(outside, 0)
         if grad_head is not None:
-            grad_outputs = torch.zeros_like(outputs)
-            grad_outputs[layout.pairs] = rows
+            if len(rows) == len(outputs):
+                grad_outputs = rows.index_select(0, layout.pair_of_row)
+            else:
+                grad_outputs = torch.zeros_like(outputs).index_copy_(0, layout.pairs.long(), rows)
             ctx.save_for_backward(grad_outputs, grad_head)
             ctx.head_dtype = head.dtype
         targets = guesses if teacher.draft_ids is None else teacher.draft_ids[guesses]
@@ -137,15 +144,7 @@ class _StackedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_outputs, grad_head = ctx.saved_tensors
         scale = grads[0]
-        return grad_outputs.mul_(scale), grad_head.mul_(scale).to(ctx.head_dtype), *[None] * 7
-
-
-def add_product_of_rows_(total: Tensor, grads: Tensor, inputs: Tensor) -> None:
-    """total [out, in] += `product_of_rows`, in one product where the device's library can."""
-    if grads.is_cuda and total.dtype != grads.dtype:
-        torch.addmm(total, grads.T, inputs, out_dtype=total.dtype, out=total)
-    else:
-        total += product_of_rows(grads, inputs)
+        return grad_outputs.mul_(scale), grad_head.mul_(scale).to(ctx.head_dtype), *[None] * 8
 
 
 def _chunks(bounds: Tensor, target_vocab: int, draft_vocab: int, chunk_bytes: int) -> list[tuple[int, int]]:

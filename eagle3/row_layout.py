@@ -28,6 +28,7 @@ class RowLayout:
     positions    [T]       each token's position in its document
     starts       [T]       each token's document's first packed position
     order        per step, [n_k]: the rows by ascending packed position, as attention walks them
+    ascending    per step, [n_k]: these packed positions
     key_ranges   per step, [blocks, 3]: for each block of KEY_BLOCK step-0 columns the entries [first, last) of `order`
                  that see some of it, as (first, full, last): those from `full` on see all of it
     teacher_tokens [U]     packed positions whose final state teaches some row, ascending
@@ -36,6 +37,7 @@ class RowLayout:
     steps_of     [P]       its step
     labels       [P]       the text's next token, which a hit must equal; -1 where the document ends before it
     by_step      [P]       the order that sorts pairs by step, then by packed position
+    pair_of_row  [P]       where every stacked row is supervised, each row's pair; else meaningless
     offsets      [steps]   where each step's rows start in a stacked buffer
     pair_bounds  [U + 1]   where each teacher's pairs start; stays on the host
     """
@@ -45,6 +47,7 @@ class RowLayout:
     positions: Tensor
     starts: Tensor
     order: tuple[Tensor, ...]
+    ascending: tuple[Tensor, ...]
     key_ranges: tuple[Tensor, ...]
     teacher_tokens: Tensor
     pairs: Tensor
@@ -52,6 +55,7 @@ class RowLayout:
     steps_of: Tensor
     labels: Tensor
     by_step: Tensor
+    pair_of_row: Tensor
     offsets: Tensor
     pair_bounds: Tensor
 
@@ -89,21 +93,22 @@ class RowLayout:
     def to(self, device: torch.device, non_blocking: bool = False) -> RowLayout:
         """Moves all index tensors in one copy."""
         single = [getattr(self, name) for name in _SINGLE]
-        many = [*single, *self.order, *(r.flatten() for r in self.key_ranges)]
+        many = [*single, *self.order, *self.ascending, *(r.flatten() for r in self.key_ranges)]
         joined = torch.cat(many)
         if non_blocking and device.type == "cuda":
             joined = joined.pin_memory()
         parts = joined.to(device, non_blocking=non_blocking).split([len(p) for p in many])
-        order, ranges = parts[len(single) : len(single) + self.steps], parts[len(single) + self.steps :]
+        per_step = [parts[len(single) + self.steps * i :][: self.steps] for i in range(3)]
         return replace(
             self,
             **dict(zip(_SINGLE, parts, strict=False)),
-            order=tuple(order),
-            key_ranges=tuple(r.view(-1, 3) for r in ranges),
+            order=tuple(per_step[0]),
+            ascending=tuple(per_step[1]),
+            key_ranges=tuple(r.view(-1, 3) for r in per_step[2]),
         )
 
 
-_SINGLE = ("slots", "positions", "starts", "teacher_tokens", "pairs", "teachers", "steps_of", "labels", "by_step", "offsets")
+_SINGLE = ("slots", "positions", "starts", "teacher_tokens", "pairs", "teachers", "steps_of", "labels", "by_step", "pair_of_row", "offsets")
 
 
 def lay_out(rows: SlotRows, input_ids: Tensor, cu_seqlens: Tensor) -> RowLayout:
@@ -141,9 +146,10 @@ def lay_out(rows: SlotRows, input_ids: Tensor, cu_seqlens: Tensor) -> RowLayout:
         _index(np.arange(bounds[-1]) - starts),
         _index(starts),
         tuple(map(_index, orders)),
+        tuple(_index(slots[order]) for order in orders),
         tuple(map(_index, ranges)),
         *map(_index, (teacher_tokens, place_of[by_teacher], teacher_of[by_teacher])),
-        *map(_index, (step_of[by_teacher], labels[by_teacher], by_step, first)),
+        *map(_index, (step_of[by_teacher], labels[by_teacher], by_step, np.argsort(place_of[by_teacher]), first)),
         torch.from_numpy(np.searchsorted(teacher_of[by_teacher], np.arange(len(teacher_tokens) + 1))),
     )
 

@@ -47,24 +47,15 @@ class UnrollShape:
 
 
 class LayerWeights:
-    """A layer's weights as the products want them: in the compute dtype, projections of one input joined.
+    """A layer's weights as the products want them, in the compute dtype; norm weights [H] stay as they are.
 
-    embed [N, H] and state [N, H] are the two halves of q, k, v; gate_up [2 I, H]. Norm weights stay as they are.
+    qkv [N, 2 H] joins q, k, v: its halves `embed` and `state` read the embedding and the state; gate_up [2 I, H].
     """
 
-    def __init__(self, dtype: torch.dtype, params: Sequence[Tensor]) -> None:
-        q, k, v, o, gate, up, down, self.input, self.hidden, self.post, self.final = params
-        width = q.shape[1] // 2
-        self.embed = _join([p[:, :width] for p in (q, k, v)], dtype)
-        self.state = _join([p[:, width:] for p in (q, k, v)], dtype)
-        self.out, self.down = o.to(dtype), down.to(dtype)
-        self.gate_up = _join([gate, up], dtype)
-
-
-def _join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    joined = parts[0].new_empty((sum(len(p) for p in parts), parts[0].shape[1]), dtype=dtype)
-    torch.cat([p.to(dtype) for p in parts], out=joined)
-    return joined
+    def __init__(self, products: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+        qkv, self.out, self.gate_up, self.down = products
+        self.embed, self.state = qkv.chunk(2, dim=1)
+        self.input, self.hidden, self.post, self.final = norms
 
 
 def unroll(
@@ -74,14 +65,16 @@ def unroll(
     rotary: tuple[Tensor, Tensor],
     shape: UnrollShape,
     params: Sequence[Tensor],
+    products: Sequence[Tensor],
 ) -> Tensor:
     """Normed outputs [M, H] of all steps' rows, stacked as `layout` says.
 
     `features` [T, H] are fc's outputs, `embeddings` [T, H] the tokens' frozen embeddings, `rotary` = (cos, sin), each
     fp32 [positions, D / 2]. `params`: the weights of q, k, v, o, gate, up, down and the norms input_layernorm,
-    hidden_norm, post_attention_layernorm, norm, in any dtype; products run in that of `features`.
+    hidden_norm, post_attention_layernorm, norm: gradients are made for these. `products`: the same weights in the dtype of
+    `features`, joined: q, k, v; o; gate, up; down.
     """
-    return _Unroll.apply(features, embeddings, layout, rotary, shape, *params)
+    return _Unroll.apply(features, embeddings, layout, rotary, shape, products, *params)
 
 
 class _Unroll(torch.autograd.Function):
@@ -93,9 +86,10 @@ class _Unroll(torch.autograd.Function):
         layout: RowLayout,
         rotary: tuple[Tensor, Tensor],
         shape: UnrollShape,
+        products: Sequence[Tensor],
         *params: Tensor,
     ) -> Tensor:
-        weights = LayerWeights(features.dtype, params)
+        weights = LayerWeights(products, params[7:])
         saved = _Forward(features, embeddings, layout, rotary, shape, weights)
         outputs = saved.run()
         ctx.saved, ctx.params = saved, params
@@ -107,7 +101,7 @@ class _Unroll(torch.autograd.Function):
         backward = _Backward(saved, grads[0])
         grad_features = backward.run()
         param_grads = backward.weight_grads(ctx.params)
-        return grad_features, None, None, None, None, *param_grads
+        return grad_features, None, None, None, None, None, *param_grads
 
 
 class _Forward:
@@ -320,27 +314,39 @@ class _Backward:
         f, layout, weights = self.forward, self.forward.layout, self.forward.weights
         q_width, width = f.shape.q_width, f.features.shape[1]
         stacked, rows = layout.stacked, layout.counts[0]
-        joined = f.features.new_empty((len(weights.state), 2 * width), dtype=f.exact)
-        query, column = self.grad_qkv[:stacked, :q_width], self.grad_qkv[rows:, q_width:]
-        joined[:q_width, width:] = product_of_rows(query, f.entered[:stacked])
-        joined[q_width:, width:] = product_of_rows(column, f.entered[rows:])
-        unscaled = product_of_rows(self.grad_embedded.to(f.features.dtype), f.unit_embeddings)
-        joined[:, :width] = unscaled * params[7]
-        grad_input = torch.einsum("nh,nh->h", unscaled, torch.cat([p[:, :width] for p in params[:3]]).to(f.exact))
-        gate_up = product_of_rows(f.gate_up, f.normed)
+        new = f.features.new_empty
+        joined = new((len(weights.state), 2 * width), dtype=f.exact)
+        product_of_rows_(joined[:q_width, width:], self.grad_qkv[:stacked, :q_width], f.entered[:stacked])
+        product_of_rows_(joined[q_width:, width:], self.grad_qkv[rows:, q_width:], f.entered[rows:])
+        unscaled = joined[:, :width]
+        product_of_rows_(unscaled, self.grad_embedded.to(f.features.dtype), f.unit_embeddings)
+        grad_input = f.kernels.scale_columns_(unscaled, weights.embed, weights.input)
+        gate_up, out, down = (new(p.shape, dtype=f.exact) for p in (weights.gate_up, params[3], params[6]))
+        product_of_rows_(gate_up, f.gate_up, f.normed)
+        product_of_rows_(out, self.grad_middle, f.attended)
+        product_of_rows_(down, self.grad_left, self.product)
         grads = [
             *joined.split([len(p) for p in params[:3]]),
-            product_of_rows(self.grad_middle, f.attended),
+            out,
             *gate_up.chunk(2),
-            product_of_rows(self.grad_left, self.product),
+            down,
             grad_input,
             *(self.grad_norms[name] for name in ("hidden", "post", "final")),
         ]
         return [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
 
 
-def product_of_rows(grads: Tensor, inputs: Tensor) -> Tensor:
-    """Σ over rows of outer products, [n, out], [n, in] → [out, in]: a weight's gradient, fp32 for narrower operands."""
-    if grads.is_cuda and grads.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(grads.T, inputs, out_dtype=torch.float32)
-    return grads.T @ inputs
+def product_of_rows_(into: Tensor, grads: Tensor, inputs: Tensor, accumulate: bool = False) -> None:
+    """A weight's gradient, Σ over rows of outer products: [n, out], [n, in] → into [out, in], or added to it.
+
+    On a GPU operands of 16 bits are summed and kept in fp32.
+    """
+    mixed = into.dtype != grads.dtype
+    if accumulate and mixed:
+        torch.addmm(into, grads.T, inputs, out_dtype=into.dtype, out=into)
+    elif mixed:
+        torch.mm(grads.T, inputs, out_dtype=into.dtype, out=into)
+    elif accumulate:
+        into.addmm_(grads.T, inputs)
+    else:
+        torch.mm(grads.T, inputs, out=into)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from eagle3.batches import pack
 from eagle3.drafter import Eagle3Drafter
-from eagle3.linear_loss import DraftTeacher, stacked_loss
+from eagle3.fused_step import FusedStep
+from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import LOSSES, UnrollLoss, mix_losses
 from eagle3.row_layout import lay_out
-from eagle3.unroll import UnrollShape, unroll
 from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
 
 VARIANTS = {
@@ -25,14 +25,6 @@ VARIANTS = {
     "rotary scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "narrow heads": {"head_dim": 6, "num_key_value_heads": 2},
 }
-PARAMS = (
-    *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
-    *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    *(f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
-    "norm.weight",
-)
-
-
 def documents(shape) -> list:
     return [
         make_document(shape, [(3, 8), (10, 14)], 16, 1),
@@ -44,39 +36,13 @@ def documents(shape) -> list:
 
 def fused_step(drafter: Eagle3Drafter, docs: list, steps: int, alignment: str = "exact", **options) -> UnrollLoss:
     """`tests.drafters.train_step` by the written-out passes."""
-    shape, target_ids = drafter.shape, drafter.target_ids
+    target_ids = drafter.target_ids
     batch = pack(docs, steps, None if target_ids is None else drafter.t2d.numpy(), alignment)
+    teacher = Teacher(drafter.shape.vocab_size, drafter.shape.hidden_size).to(drafter.dtype)
+    head = DraftTeacher(lambda states: normed(teacher, states), teacher.weight * 0.7, target_ids)
+    step = FusedStep(drafter, head, drafter.dtype, **options, chunk_bytes=4000)
     layout = lay_out(batch.slots, batch.input_ids, batch.cu_seqlens)
-    angles = torch.arange(256)[:, None] * drafter.rotary.frequencies.to(drafter.dtype)
-    factor = drafter.rotary.attention_scaling
-    params = dict(drafter.named_parameters())
-    outputs = unroll(
-        drafter.fuse(batch.hidden_states),
-        drafter.embed(batch.input_ids),
-        layout,
-        (angles.cos() * factor, angles.sin() * factor),
-        UnrollShape(
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
-            shape.rms_norm_eps,
-            shape.norm_before_residual,
-            shape.norm_output,
-        ),
-        [params[name] for name in PARAMS],
-    )
-    teacher = Teacher(shape.vocab_size, shape.hidden_size).to(drafter.dtype)
-    weights = 0.8 ** torch.arange(steps, dtype=drafter.dtype) / batch.row_counts.clamp_min(1)
-    return stacked_loss(
-        outputs,
-        drafter.lm_head.weight,
-        batch.final_states,
-        DraftTeacher(lambda states: normed(teacher, states), teacher.weight * 0.7, target_ids),
-        layout,
-        weights,
-        chunk_bytes=4000,
-        **options,
-    )
+    return step(batch, layout, 0.8 ** torch.arange(steps, dtype=drafter.dtype) / batch.row_counts.clamp_min(1))
 
 
 def normed(teacher: Teacher, states: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
-"""The unroll's attention on a GPU, in Triton; what each function computes is said in `plain`.
+"""Attention of selected rows over the step-0 columns, in Triton: FlashAttention (arXiv 2205.14135, 2307.08691) by rows.
 
-FlashAttention (arXiv 2205.14135, 2307.08691) over the step-0 columns, with the row's own few columns joined to the same
-running softmax at the end of a block: nothing is concatenated and no mask is stored. Queries are walked in ascending
-position whatever the rows' order, so that a block of them sees one range of columns, and only its two ends are masked.
+Queries are walked in ascending position whatever the rows' order, so that a block of them sees one range of columns and
+only its two ends are masked. The rows' own columns are joined afterwards (`own`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,414 +16,369 @@ from torch import Tensor
 
 from eagle3.row_layout import KEY_BLOCK, RowLayout
 
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
-def attend(qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor) -> None:
-    q_heads, kv_heads, width = heads
-    first, last = layout.bounds(step)
-    block = 128
-    grid = (triton.cdiv(last - first, block), q_heads)
-    _attend[grid](
-        qkv[first:last],
-        *_columns_of(qkv, heads, layout),
-        qkv[:, q_heads * width :],
-        out,
-        lse,
-        layout.order[step],
-        layout.slots,
-        layout.starts,
-        layout.offsets,
-        last - first,
-        qkv.stride(0),
-        q_heads,
-        kv_heads,
-        step,
-        LOG2E / math.sqrt(width),
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        QUERIES=block,
-        KEYS=64 if width > 64 else 128,
-        num_warps=8,
-        num_stages=3,
-    )
+class Tile(NamedTuple):
+    """How a kernel cuts its work: queries and keys to a block, warps, stages of the software pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    def fit(self, rows: Tensor) -> Tile:
+        """Operands of four bytes take half the tile, for the shared memory's sake."""
+        return self if rows.element_size() < 4 else Tile(64, min(self.keys, 64), self.warps, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "step"])
-def _attend(
-    queries, keys, values, own_columns, out, lse, order, slots, starts, offsets, rows, stride, q_heads, kv_heads, step,
-    scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    # The last blocks see most columns: they start first.
-    index = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES + tl.arange(0, QUERIES)
-    head = tl.program_id(1)
-    group = head // (q_heads // kv_heads)
-    live = index < rows
-    row = tl.load(order + index, mask=live, other=0).to(tl.int64)
-    slot = tl.load(slots + row)
-    start = tl.load(starts + slot)
-    lane = tl.arange(0, PADDED)
-    wide = lane < WIDTH
-    both = live[:, None] & wide[None, :]
-    query = tl.load(queries + row[:, None] * stride + head * WIDTH + lane[None, :], mask=both, other=0.0)
-    low = tl.min(tl.where(live, start, 2147483647), 0)
-    high = tl.max(tl.where(live, slot, -1), 0) + 1
-    # Columns that every query of the block sees.
-    all_low = tl.max(tl.where(live, start, -1), 0)
-    all_high = tl.min(tl.where(live, slot, 2147483647), 0) + 1
-    key = keys + group * WIDTH
-    value = values + group * WIDTH
-    one = low + tl.cdiv(tl.maximum(all_low - low, 0), KEYS) * KEYS
-    two = one + tl.maximum(all_high - one, 0) // KEYS * KEYS
-    one = tl.minimum(one, tl.maximum(two, low))
-    top = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, PADDED], tl.float32)
-    if one > low:
-        mixed, top, total = _walk(
-            mixed, top, total, query, key, value, stride, low, one, high, slot, start, scale, lane, wide, True, KEYS
-        )
-    mixed, top, total = _walk(
-        mixed, top, total, query, key, value, stride, one, two, high, slot, start, scale, lane, wide, False, KEYS
-    )
-    mixed, top, total = _walk(
-        mixed, top, total, query, key, value, stride, two, high, high, slot, start, scale, lane, wide, True, KEYS
-    )
-    query = query.to(tl.float32)
-    for j in range(1, step + 1):
-        own = own_columns + (tl.load(offsets + j) + row)[:, None] * stride + group * WIDTH + lane[None, :]
-        own_key = tl.load(own, mask=both, other=0.0).to(tl.float32)
-        score = tl.sum(query * own_key, 1) * scale
-        now = tl.maximum(top, score)
-        old = tl.exp2(top - now)
-        weight = tl.exp2(score - now)
-        own_value = tl.load(own + kv_heads * WIDTH, mask=both, other=0.0).to(tl.float32)
-        mixed = mixed * old[:, None] + weight[:, None] * own_value
-        total = total * old + weight
-        top = now
-    place = out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
-    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=both)
-    tl.store(lse + head * rows + row, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+ATTEND = Tile(64, 64, 4, 3)
+QUERIES = Tile(128, 64, 8, 3)
+COLUMNS = Tile(64, KEY_BLOCK, 4, 2)
 
 
-@triton.jit
-def _walk(
-    mixed, top, total, query, key, value, stride, begin, end, high, slot, start, scale, lane, wide,
-    MASKED: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Takes the columns [begin, end) into the running softmax of a block of queries."""
-    for at in range(begin, end, KEYS):
-        column = at + tl.arange(0, KEYS)
-        inside = (column < high)[:, None] & wide[None, :]
-        place = column.to(tl.int64)[:, None] * stride + lane[None, :]
-        keys = tl.load(key + place, mask=inside, other=0.0)
-        score = tl.dot(query, tl.trans(keys)) * scale
-        if MASKED:
-            visible = (column[None, :] <= slot[:, None]) & (column[None, :] >= start[:, None])
-            score = tl.where(visible, score, -float("inf"))
-        now = tl.maximum(top, tl.max(score, 1))
-        # A query of a later document than these columns' has seen nothing yet.
-        safe = tl.where(now == -float("inf"), 0.0, now)
-        weight = tl.exp2(score - safe[:, None])
-        old = tl.exp2(top - safe)
-        total = total * old + tl.sum(weight, 1)
-        values = tl.load(value + place, mask=inside, other=0.0)
-        mixed = tl.dot(weight.to(values.dtype), values, mixed * old[:, None])
-        top = now
-    return mixed, top, total
-
-
-def attend_backward(
-    qkv: Tensor,
+def attend_columns(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     step: int,
     heads: tuple[int, int, int],
     layout: RowLayout,
     out: Tensor,
     lse: Tensor,
-    grad_out: Tensor,
-    grads: Tensor,
-    column_grads: Tensor,
-    own_weights: Tensor,
-    own_scores: Tensor,
 ) -> None:
+    """Attention of a step's queries [n, …] over columns key, value [T, …] alone; all three share a row stride.
+
+    out [n, q_heads * D]; lse fp32 [q_heads, n], queries in ascending order.
+    """
     q_heads, kv_heads, width = heads
-    first, last = layout.bounds(step)
-    rows = last - first
-    delta = torch.empty_like(lse)
-    scale = 1 / math.sqrt(width)
-    padded = triton.next_power_of_2(width)
-    _queries[(triton.cdiv(rows, 128), q_heads)](
-        qkv[first:last],
-        *_columns_of(qkv, heads, layout),
-        qkv[:, q_heads * width :],
+    tile = ATTEND.fit(query)
+    rows = len(query)
+    _attend[(q_heads, triton.cdiv(rows, tile.queries))](
+        query,
+        key,
+        value,
         out,
+        lse,
+        layout.order[step],
+        layout.ascending[step],
+        layout.starts,
+        rows,
+        query.stride(0),
+        q_heads,
+        q_heads // kv_heads,
+        1 / math.sqrt(width),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        QUERIES=tile.queries,
+        KEYS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _attend(
+    query, key, value, out, lse, order, slots, starts, rows, stride, q_heads, heads_to_key, scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    # The last blocks see most columns: they start first, in all heads.
+    index = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES + tl.arange(0, QUERIES)
+    head = tl.program_id(0)
+    near = tl.minimum(index, rows - 1)
+    row = tl.load(order + near).to(tl.int64)
+    slot = tl.load(slots + near)
+    start = tl.load(starts + slot)
+    low, high, one, two = _reach(slot, start, KEYS)
+    lane = tl.arange(0, PADDED)
+    wide = lane < WIDTH
+    q = _rows(query + head * WIDTH, row, stride, lane, wide, WIDTH == PADDED)
+    k = key + head // heads_to_key * WIDTH
+    v = value + head // heads_to_key * WIDTH
+    scale *= LOG2E
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, PADDED], tl.float32)
+    mixed, top, total = _walk(
+        mixed, top, total, q, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, False, KEYS, WIDTH, PADDED
+    )
+    mixed, top, total = _walk(
+        mixed, top, total, q, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, True, KEYS, WIDTH, PADDED
+    )
+    live = index < rows
+    place = out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
+    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=live[:, None] & wide[None, :])
+    tl.store(lse + head * rows + index, (top + tl.log2(total)) * LN2, mask=live)
+
+
+@triton.jit
+def _reach(slot, start, KEYS: tl.constexpr):
+    """The columns [low, high) that some query of a block sees, and within them [one, two) that all see."""
+    low, high = tl.min(start, 0), tl.max(slot, 0) + 1
+    one = low + tl.cdiv(tl.max(start, 0) - low, KEYS) * KEYS
+    two = one + tl.maximum(tl.min(slot, 0) + 1 - one, 0) // KEYS * KEYS
+    # Where no column is seen by all, everything is walked as the rest.
+    return low, high, tl.where(two > one, one, low), tl.where(two > one, two, low)
+
+
+@triton.jit
+def _turns(low, one, two, high, REST: tl.constexpr, SIZE: tl.constexpr):
+    """How many tiles [one, two) has, which is whole; or how many [low, one) and [two, high) have together."""
+    if REST:
+        return (one - low) // SIZE + tl.cdiv(high - two, SIZE)
+    return (two - one) // SIZE
+
+
+@triton.jit
+def _place(turn, low, one, two, REST: tl.constexpr, SIZE: tl.constexpr):
+    """Where a tile of these begins."""
+    if REST:
+        before = (one - low) // SIZE
+        return tl.where(turn < before, low + turn * SIZE, two + (turn - before) * SIZE)
+    return one + turn * SIZE
+
+
+@triton.jit
+def _rows(base, row, stride, lane, wide, EXACT: tl.constexpr):
+    """The rows of a matrix at these indices, [n, PADDED]."""
+    place = base + row[:, None] * stride + lane[None, :]
+    if EXACT:
+        return tl.load(place)
+    return tl.load(place, mask=wide[None, :], other=0.0)
+
+
+@triton.jit
+def _tile(base, at, high, stride, lane, wide, MASKED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr):
+    """The rows [at, at + KEYS) of a matrix, zero from `high` on."""
+    start = base + tl.cast(at, tl.int64) * stride
+    row = tl.arange(0, KEYS)
+    place = start + row[:, None] * stride + lane[None, :]
+    if MASKED:
+        return tl.load(place, mask=(at + row < high)[:, None] & wide[None, :], other=0.0)
+    if EXACT:
+        return tl.load(place)
+    return tl.load(place, mask=wide[None, :], other=0.0)
+
+
+@triton.jit
+def _visible(column, slot, start):
+    return (column[None, :] <= slot[:, None]) & (column[None, :] >= start[:, None])
+
+
+@triton.jit
+def _walk(
+    mixed, top, total, q, key, value, stride, low, one, two, high, slot, start, scale, lane, wide,
+    MASKED: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Takes the columns that all queries of a block see, [one, two), or the rest into their running softmax."""
+    for turn in range(0, _turns(low, one, two, high, MASKED, KEYS)):
+        at = _place(turn, low, one, two, MASKED, KEYS)
+        k = _tile(key, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
+        score = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        if MASKED:
+            score = tl.where(_visible(at + tl.arange(0, KEYS), slot, start), score, -float("inf"))
+        now = tl.maximum(top, tl.max(score, 1) * scale)
+        shift = now
+        if MASKED:  # a query of a later document than these columns' has seen nothing yet
+            shift = tl.where(now == -float("inf"), 0.0, now)
+        weight = tl.exp2(score * scale - shift[:, None])
+        old = tl.exp2(top - shift)
+        total = total * old + tl.sum(weight, 1)
+        v = _tile(value, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
+        mixed = tl.dot(weight.to(v.dtype), v, mixed * old[:, None], input_precision="tf32x3")
+        top = now
+    return mixed, top, total
+
+
+def attend_columns_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: int,
+    heads: tuple[int, int, int],
+    layout: RowLayout,
+    lse: Tensor,
+    delta: Tensor,
+    grad_out: Tensor,
+    grad_query: Tensor,
+    grad_columns: Tensor,
+) -> None:
+    """Gradients of the queries [n, …] (row stride as `query`) and of the columns, added to grad_columns fp32 [T, 2 kv_heads * D].
+
+    `lse` and `delta` [q_heads, n], queries in ascending order: the log-sum-exps and Σ out * grad_out of the whole softmax,
+    own columns included.
+    """
+    q_heads, kv_heads, width = heads
+    rows = len(query)
+    scale, padded = 1 / math.sqrt(width), triton.next_power_of_2(width)
+    tile = QUERIES.fit(query)
+    _queries[(q_heads, triton.cdiv(rows, tile.queries))](
+        query,
+        key,
+        value,
         grad_out,
         lse,
         delta,
-        grads[first:last],
-        own_weights,
-        own_scores,
+        grad_query,
         layout.order[step],
-        layout.slots,
+        layout.ascending[step],
         layout.starts,
-        layout.offsets,
         rows,
-        qkv.stride(0),
+        query.stride(0),
         q_heads,
-        kv_heads,
-        step,
+        q_heads // kv_heads,
         scale,
         WIDTH=width,
         PADDED=padded,
-        QUERIES=128,
-        KEYS=64,
-        num_warps=8,
-        num_stages=2,
+        QUERIES=tile.queries,
+        KEYS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
-    _columns[(triton.cdiv(layout.tokens, KEY_BLOCK), kv_heads)](
-        qkv[first:last],
-        *_columns_of(qkv, heads, layout),
+    tile = COLUMNS.fit(query)
+    _columns[(kv_heads, triton.cdiv(layout.tokens, KEY_BLOCK))](
+        query,
+        key,
+        value,
         grad_out,
         lse,
         delta,
-        column_grads,
+        grad_columns,
         layout.order[step],
-        layout.slots,
+        layout.ascending[step],
         layout.starts,
         layout.key_ranges[step],
         rows,
         layout.tokens,
-        qkv.stride(0),
+        query.stride(0),
         q_heads,
         kv_heads,
         scale,
         WIDTH=width,
         PADDED=padded,
-        QUERIES=64,
+        QUERIES=tile.queries,
         KEYS=KEY_BLOCK,
-        num_warps=4,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 
-@triton.jit(do_not_specialize=["rows", "step"])
+@triton.jit(do_not_specialize=["rows"])
 def _queries(
-    queries, keys, values, own_columns, out, grad_out, lse, delta, grads, own_weights, own_scores,
-    order, slots, starts, offsets, rows, stride, q_heads, kv_heads, step, scale,
+    query, key, value, grad_out, lse, delta, grad_query, order, slots, starts, rows, stride, q_heads, heads_to_key, scale,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries, and what their own columns need."""
-    index = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES + tl.arange(0, QUERIES)
-    head = tl.program_id(1)
-    group = head // (q_heads // kv_heads)
-    live = index < rows
-    row = tl.load(order + index, mask=live, other=0).to(tl.int64)
-    slot = tl.load(slots + row)
+    """Gradients of a block of queries."""
+    index = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES + tl.arange(0, QUERIES)
+    head = tl.program_id(0)
+    near = tl.minimum(index, rows - 1)
+    row = tl.load(order + near).to(tl.int64)
+    slot = tl.load(slots + near)
     start = tl.load(starts + slot)
+    low, high, one, two = _reach(slot, start, KEYS)
     lane = tl.arange(0, PADDED)
     wide = lane < WIDTH
-    both = live[:, None] & wide[None, :]
-    place = row[:, None] * stride + head * WIDTH + lane[None, :]
-    query = tl.load(queries + place, mask=both, other=0.0)
-    attended = (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
-    grad = tl.load(grad_out + attended, mask=both, other=0.0)
-    output = tl.load(out + attended, mask=both, other=0.0)
-    share = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
-    tl.store(delta + head * rows + row, share, mask=live)
-    log_sum = tl.load(lse + head * rows + row, mask=live, other=0.0) * 1.4426950408889634
-    low = tl.min(tl.where(live, start, 2147483647), 0)
-    high = tl.max(tl.where(live, slot, -1), 0) + 1
-    all_low = tl.max(tl.where(live, start, -1), 0)
-    all_high = tl.min(tl.where(live, slot, 2147483647), 0) + 1
-    key = keys + group * WIDTH
-    value = values + group * WIDTH
-    one = low + tl.cdiv(tl.maximum(all_low - low, 0), KEYS) * KEYS
-    two = one + tl.maximum(all_high - one, 0) // KEYS * KEYS
-    one = tl.minimum(one, tl.maximum(two, low))
+    q = _rows(query + head * WIDTH, row, stride, lane, wide, WIDTH == PADDED)
+    g = _rows(grad_out + head * WIDTH, row, q_heads * WIDTH, lane, wide, WIDTH == PADDED)
+    share = tl.load(delta + head * rows + near)
+    log_sum = tl.load(lse + head * rows + near) * LOG2E
+    k = key + head // heads_to_key * WIDTH
+    v = value + head // heads_to_key * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
-    if one > low:
-        total = _walk_back(
-            total, query, grad, log_sum, share, key, value, stride, low, one, high, slot, start, scale, lane, wide,
-            True, KEYS,
-        )  # fmt: skip
     total = _walk_back(
-        total, query, grad, log_sum, share, key, value, stride, one, two, high, slot, start, scale, lane, wide,
-        False, KEYS,
+        total, q, g, log_sum, share, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, False, KEYS, WIDTH,
+        PADDED,
     )  # fmt: skip
     total = _walk_back(
-        total, query, grad, log_sum, share, key, value, stride, two, high, high, slot, start, scale, lane, wide,
-        True, KEYS,
+        total, q, g, log_sum, share, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, True, KEYS, WIDTH,
+        PADDED,
     )  # fmt: skip
-    query, grad = query.to(tl.float32), grad.to(tl.float32)
-    for j in range(1, step + 1):
-        own = own_columns + (tl.load(offsets + j) + row)[:, None] * stride + group * WIDTH + lane[None, :]
-        own_key = tl.load(own, mask=both, other=0.0).to(tl.float32)
-        own_value = tl.load(own + kv_heads * WIDTH, mask=both, other=0.0).to(tl.float32)
-        weight = tl.exp2(tl.sum(query * own_key, 1) * (scale * 1.4426950408889634) - log_sum)
-        score = weight * (tl.sum(grad * own_value, 1) - share)
-        total += score[:, None] * own_key
-        at = ((j - 1) * q_heads + head) * rows + row
-        tl.store(own_weights + at, weight, mask=live)
-        tl.store(own_scores + at, score, mask=live)
-    tl.store(grads + place, (total * scale).to(grads.dtype.element_ty), mask=both)
+    place = grad_query + head * WIDTH + row[:, None] * stride + lane[None, :]
+    tl.store(place, (total * scale).to(grad_query.dtype.element_ty), mask=(index < rows)[:, None] & wide[None, :])
 
 
 @triton.jit
 def _walk_back(
-    total, query, grad, log_sum, share, key, value, stride, begin, end, high, slot, start, scale, lane, wide,
-    MASKED: tl.constexpr, KEYS: tl.constexpr,
+    total, q, g, log_sum, share, key, value, stride, low, one, two, high, slot, start, scale, lane, wide,
+    MASKED: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the columns [begin, end) give to the gradient of a block of queries."""
-    for at in range(begin, end, KEYS):
-        column = at + tl.arange(0, KEYS)
-        inside = (column < high)[:, None] & wide[None, :]
-        place = column.to(tl.int64)[:, None] * stride + lane[None, :]
-        keys = tl.load(key + place, mask=inside, other=0.0)
-        values = tl.load(value + place, mask=inside, other=0.0)
-        weight = tl.exp2(tl.dot(query, tl.trans(keys)) * (scale * 1.4426950408889634) - log_sum[:, None])
+    """Adds what the columns that all queries of a block see, or the rest, give to the queries' gradient."""
+    for turn in range(0, _turns(low, one, two, high, MASKED, KEYS)):
+        at = _place(turn, low, one, two, MASKED, KEYS)
+        k = _tile(key, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
+        v = _tile(value, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
+        score = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        weight = tl.exp2(score * (scale * LOG2E) - log_sum[:, None])
         if MASKED:
-            visible = (column[None, :] <= slot[:, None]) & (column[None, :] >= start[:, None])
-            weight = tl.where(visible, weight, 0.0)
-        score = weight * (tl.dot(grad, tl.trans(values)) - share[:, None])
-        total = tl.dot(score.to(keys.dtype), keys, total)
+            weight = tl.where(_visible(at + tl.arange(0, KEYS), slot, start), weight, 0.0)
+        weight = weight * (tl.dot(g, tl.trans(v), input_precision="tf32x3") - share[:, None])
+        total = tl.dot(weight.to(k.dtype), k, total, input_precision="tf32x3")
     return total
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _columns(
-    queries, all_keys, all_values, grad_out, lse, delta, column_grads, order, slots, starts, ranges, rows, tokens, stride,
-    q_heads, kv_heads, scale,
+    query, key, value, grad_out, lse, delta, grad_columns, order, slots, starts, ranges, rows, tokens, stride, q_heads,
+    kv_heads, scale,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds one step's part to the gradients of a block of step-0 keys and values."""
-    block = tl.program_id(0)
-    group = tl.program_id(1)
+    group, block = tl.program_id(0), tl.program_id(1)
     column = block * KEYS + tl.arange(0, KEYS)
     lane = tl.arange(0, PADDED)
     wide = lane < WIDTH
-    inside = (column < tokens)[:, None] & wide[None, :]
-    place = column.to(tl.int64)[:, None] * stride + group * WIDTH + lane[None, :]
-    keys = tl.load(all_keys + place, mask=inside, other=0.0)
-    values = tl.load(all_values + place, mask=inside, other=0.0)
+    k = _tile(key + group * WIDTH, block * KEYS, tokens, stride, lane, wide, True, KEYS, WIDTH == PADDED)
+    v = _tile(value + group * WIDTH, block * KEYS, tokens, stride, lane, wide, True, KEYS, WIDTH == PADDED)
     begin = tl.load(ranges + block * 3)
     full = tl.load(ranges + block * 3 + 1)
     end = tl.load(ranges + block * 3 + 2)
-    full = tl.minimum(begin + tl.cdiv(full - begin, QUERIES) * QUERIES, end)
-    key_total = tl.zeros([KEYS, PADDED], tl.float32)
-    value_total = tl.zeros([KEYS, PADDED], tl.float32)
+    full = begin + tl.cdiv(full - begin, QUERIES) * QUERIES
+    whole = full + tl.maximum(end - full, 0) // QUERIES * QUERIES
+    # Where no whole tile sees all of it, everything is walked as the rest.
+    full, whole = tl.where(whole > full, full, begin), tl.where(whole > full, whole, begin)
+    grad_key = tl.zeros([KEYS, PADDED], tl.float32)
+    grad_value = tl.zeros([KEYS, PADDED], tl.float32)
     heads = q_heads // kv_heads
-    for head in range(group * heads, (group + 1) * heads):
-        key_total, value_total = _gather(
-            key_total, value_total, keys, values, queries, grad_out, lse, delta, order, slots, starts, rows, stride,
-            q_heads, head, begin, full, end, column, scale, lane, wide, True, WIDTH, QUERIES,
-        )  # fmt: skip
-        key_total, value_total = _gather(
-            key_total, value_total, keys, values, queries, grad_out, lse, delta, order, slots, starts, rows, stride,
-            q_heads, head, full, end, end, column, scale, lane, wide, False, WIDTH, QUERIES,
-        )  # fmt: skip
-    place = column_grads + column.to(tl.int64)[:, None] * (2 * kv_heads * WIDTH) + group * WIDTH + lane[None, :]
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + key_total * scale, mask=inside)
+    grad_key, grad_value = _gather(
+        grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads, group * heads,
+        heads, begin, full, whole, end, column, scale, lane, wide, False, QUERIES, WIDTH, PADDED,
+    )  # fmt: skip
+    grad_key, grad_value = _gather(
+        grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads, group * heads,
+        heads, begin, full, whole, end, column, scale, lane, wide, True, QUERIES, WIDTH, PADDED,
+    )  # fmt: skip
+    inside = (column < tokens)[:, None] & wide[None, :]
+    place = grad_columns + column.to(tl.int64)[:, None] * (2 * kv_heads * WIDTH) + group * WIDTH + lane[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + grad_key * scale, mask=inside)
     place += kv_heads * WIDTH
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + value_total, mask=inside)
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + grad_value, mask=inside)
 
 
 @triton.jit
 def _gather(
-    key_total, value_total, keys, values, queries, grad_out, lse, delta, order, slots, starts, rows, stride,
-    q_heads, head, begin, end, stop, column, scale, lane, wide,
-    MASKED: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads, first_head,
+    heads, begin, full, whole, end, column, scale, lane, wide,
+    MASKED: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries order[begin:end) of one head give to a block of columns."""
-    for at in range(begin, end, QUERIES):
-        index = at + tl.arange(0, QUERIES)
-        live = index < stop
-        row = tl.load(order + index, mask=live, other=0).to(tl.int64)
-        both = live[:, None] & wide[None, :]
-        query = tl.load(queries + row[:, None] * stride + head * WIDTH + lane[None, :], mask=both, other=0.0)
-        grad = tl.load(grad_out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :], mask=both, other=0.0)
-        log_sum = tl.load(lse + head * rows + row, mask=live, other=float("inf")) * 1.4426950408889634
-        share = tl.load(delta + head * rows + row, mask=live, other=0.0)
-        weight = tl.exp2(tl.dot(keys, tl.trans(query)) * (scale * 1.4426950408889634) - log_sum[None, :])
+    """Adds what a group's queries give to a block of columns: those in [full, whole) see all of it, or else the rest."""
+    tiles = _turns(begin, full, whole, end, MASKED, QUERIES)
+    for turn in range(0, tiles * heads):
+        head = first_head + turn // tiles
+        index = _place(turn % tiles, begin, full, whole, MASKED, QUERIES) + tl.arange(0, QUERIES)
+        near = tl.minimum(index, end - 1) if MASKED else index
+        row = tl.load(order + near).to(tl.int64)
+        q = _rows(query + head * WIDTH, row, stride, lane, wide, WIDTH == PADDED)
+        g = _rows(grad_out + head * WIDTH, row, q_heads * WIDTH, lane, wide, WIDTH == PADDED)
+        log_sum = tl.load(lse + head * rows + near) * LOG2E
+        share = tl.load(delta + head * rows + near)
+        score = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        weight = tl.exp2(score * (scale * LOG2E) - log_sum[:, None])
         if MASKED:
-            slot = tl.load(slots + row)
-            start = tl.load(starts + slot)
-            visible = (column[:, None] <= slot[None, :]) & (column[:, None] >= start[None, :])
-            weight = tl.where(visible, weight, 0.0)
-        value_total = tl.dot(weight.to(grad.dtype), grad, value_total)
-        score = weight * (tl.dot(values, tl.trans(grad)) - share[None, :])
-        key_total = tl.dot(score.to(query.dtype), query, key_total)
-    return key_total, value_total
-
-
-def own_backward(
-    qkv: Tensor,
-    step: int,
-    heads: tuple[int, int, int],
-    layout: RowLayout,
-    grad_out: Tensor,
-    grads: Tensor,
-    own_weights: Sequence[Tensor],
-    own_scores: Sequence[Tensor],
-) -> None:
-    q_heads, kv_heads, width = heads
-    first, last = layout.bounds(step)
-    rows = last - first
-    padded = triton.next_power_of_2(width)
-    some = 16
-    total = torch.zeros(2, rows, kv_heads * width, dtype=torch.float32, device=qkv.device)
-    for later in range(step, layout.steps):
-        begin, end = layout.bounds(later)
-        if begin == end:
-            break
-        _own[(triton.cdiv(end - begin, some), kv_heads)](
-            qkv[begin:end],
-            grad_out[begin:end],
-            own_weights[later][step - 1],
-            own_scores[later][step - 1],
-            total,
-            end - begin,
-            rows,
-            qkv.stride(0),
-            q_heads,
-            kv_heads,
-            1 / math.sqrt(width),
-            WIDTH=width,
-            PADDED=padded,
-            ROWS=some,
-            num_warps=4,
-        )
-    grads[first:last, q_heads * width :].view(rows, 2, -1).copy_(total.transpose(0, 1))
-
-
-@triton.jit(do_not_specialize=["later_rows", "rows"])
-def _own(
-    queries, grad_out, own_weights, own_scores, total, later_rows, rows, stride, q_heads, kv_heads, scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    group = tl.program_id(1)
-    lane = tl.arange(0, PADDED)
-    live = row < later_rows
-    both = live[:, None] & (lane < WIDTH)[None, :]
-    key_total = tl.zeros([ROWS, PADDED], tl.float32)
-    value_total = tl.zeros([ROWS, PADDED], tl.float32)
-    heads = q_heads // kv_heads
-    for head in range(group * heads, (group + 1) * heads):
-        at = head * WIDTH + lane[None, :]
-        query = tl.load(queries + row[:, None] * stride + at, mask=both, other=0.0).to(tl.float32)
-        grad = tl.load(grad_out + row[:, None] * (q_heads * WIDTH) + at, mask=both, other=0.0).to(tl.float32)
-        key_total += tl.load(own_scores + head * later_rows + row, mask=live, other=0.0)[:, None] * query
-        value_total += tl.load(own_weights + head * later_rows + row, mask=live, other=0.0)[:, None] * grad
-    place = total + row[:, None] * (kv_heads * WIDTH) + group * WIDTH + lane[None, :]
-    tl.store(place, tl.load(place, mask=both, other=0.0) + key_total * scale, mask=both)
-    place += tl.cast(rows, tl.int64) * kv_heads * WIDTH
-    tl.store(place, tl.load(place, mask=both, other=0.0) + value_total, mask=both)
-
-
-
-def _columns_of(qkv: Tensor, heads: tuple[int, int, int], layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Where the keys and the values of step 0 begin."""
-    q_heads, kv_heads, width = heads
-    rows = qkv[layout.stacked :]
-    return rows[:, q_heads * width :], rows[:, (q_heads + kv_heads) * width :]
+            slot = tl.load(slots + near)
+            visible = _visible(column, slot, tl.load(starts + slot))
+            weight = tl.where(visible & (index < end)[:, None], weight, 0.0)
+        grad_value = tl.dot(tl.trans(weight.to(g.dtype)), g, grad_value, input_precision="tf32x3")
+        weight = weight * (tl.dot(g, tl.trans(v), input_precision="tf32x3") - share[:, None])
+        grad_key = tl.dot(tl.trans(weight.to(q.dtype)), q, grad_key, input_precision="tf32x3")
+    return grad_key, grad_value

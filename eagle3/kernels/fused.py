@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.kernels.flash import attend, attend_backward, own_backward
+from eagle3.kernels.flash import attend_columns, attend_columns_backward
+from eagle3.kernels.own import deltas, join, join_backward, own_backward
+from eagle3.row_layout import RowLayout
 
 __all__ = [
     "attend",
@@ -20,13 +22,63 @@ __all__ = [
     "own_backward",
     "rotate_",
     "rotate_backward_",
+    "row_sums",
+    "scale_columns_",
     "swiglu",
     "swiglu_backward_",
 ]
 
-NORM_PROGRAMS = 528  # four to each of the 132 processors of a Hopper GPU; partial sums of a weight's gradient
+NORM_PROGRAMS = 264  # two to each of the 132 processors of a Hopper GPU; partial sums of a weight's gradient
 COLUMNS = 4096  # elements of a logits row to a step of the loss kernel
-WIDE = 1024  # elements to a program of the SwiGLU kernels
+WIDE = 1024  # elements of a row to a program
+SCALED_ROWS = 64
+
+
+def attend(qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor) -> None:
+    """As in `plain`, but `lse` has its queries in ascending order."""
+    query, key, value, columns = _parts(qkv, step, heads, layout)
+    attend_columns(query, key, value, step, heads, layout, out, lse)
+    if step:
+        join(query, columns, step, heads, layout, out, lse)
+
+
+def attend_backward(
+    qkv: Tensor,
+    step: int,
+    heads: tuple[int, int, int],
+    layout: RowLayout,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grads: Tensor,
+    column_grads: Tensor,
+    own_weights: Tensor,
+    own_scores: Tensor,
+) -> None:
+    query, key, value, columns = _parts(qkv, step, heads, layout)
+    first, last = layout.bounds(step)
+    grad_query = grads[first:last]
+    delta = deltas(out, grad_out, heads[0], layout.order[step])
+    attend_columns_backward(query, key, value, step, heads, layout, lse, delta, grad_out, grad_query, column_grads)
+    if step:
+        join_backward(
+            query, columns, step, heads, layout, lse, delta, grad_out, grad_query, own_weights, own_scores
+        )
+
+
+def _parts(
+    qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where a step's queries, step 0's keys and values, and the own columns of all steps begin."""
+    q_heads, kv_heads, width = heads
+    first, last = layout.bounds(step)
+    tokens = qkv[layout.stacked :]
+    return (
+        qkv[first:last],
+        tokens[:, q_heads * width :],
+        tokens[:, (q_heads + kv_heads) * width :],
+        qkv[:, q_heads * width :],
+    )
 
 
 def norm(
@@ -236,6 +288,35 @@ def _turn(
     tl.store(place + half, right.to(rows.dtype.element_ty), mask=live)
 
 
+def scale_columns_(grads: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    rows, width = grads.shape
+    pieces = triton.cdiv(rows, SCALED_ROWS)
+    partial = torch.empty(pieces, width, dtype=torch.float32, device=grads.device)
+    grid = (triton.cdiv(width, WIDE), pieces)
+    _scale_columns[grid](
+        grads, grads.stride(0), weight, weight.stride(0), scale, partial, rows, width, ROWS=SCALED_ROWS, BLOCK=WIDE
+    )
+    return partial.sum(0)
+
+
+@triton.jit
+def _scale_columns(
+    grads, stride, weight, weight_stride, scale, partial, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    factor = tl.load(scale + column, mask=live, other=0.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(1) * ROWS
+    for row in range(first, tl.minimum(first + ROWS, rows)):
+        place = grads + tl.cast(row, tl.int64) * stride + column
+        value = tl.load(place, mask=live, other=0.0)
+        other = tl.load(weight + tl.cast(row, tl.int64) * weight_stride + column, mask=live, other=0.0)
+        total += value * other.to(tl.float32)
+        tl.store(place, value * factor, mask=live)
+    tl.store(partial + tl.program_id(1) * width + column, total, mask=live)
+
+
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
     _swiglu_launch(gate_up, out, backward=False)
 
@@ -270,8 +351,37 @@ def _swiglu(gate_up, other, width, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(places, (gate * sigmoid * up).to(other.dtype.element_ty), mask=live)
 
 
+def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = logits.shape
+    sums, tops = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    if rows:
+        _row_sums[(rows,)](logits, sums, tops, width, BLOCK=_columns(width), num_warps=8)
+    return sums, tops
+
+
+@triton.jit
+def _row_sums(logits, sums, tops, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    top = -float("inf")
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        value = tl.load(logits + row * width + start + column, mask=start + column < width, other=-float("inf"))
+        value = value.to(tl.float32)
+        now = tl.maximum(top, tl.max(value, 0))
+        total = total * tl.exp(top - now) + tl.exp(value - now)
+        top = now
+    tl.store(sums + row, top + tl.log(tl.sum(total, 0)))
+    tl.store(tops + row, top)
+
+
 def compare_(
-    logits: Tensor, teacher: Tensor, index: Tensor, weights: Tensor, mix: tuple[float, float, float, float]
+    logits: Tensor,
+    teacher: Tensor,
+    teacher_sums: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    mix: tuple[float, float, float, float],
 ) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -280,6 +390,7 @@ def compare_(
         _compare[(rows,)](
             logits,
             teacher,
+            teacher_sums,
             index,
             weights,
             losses,
@@ -288,54 +399,49 @@ def compare_(
             *mix,
             REVERSE=mix[1] != 0,
             ACCEPTED=mix[2] != 0 or mix[3] != 0,
-            BLOCK=min(triton.next_power_of_2(width), COLUMNS),
+            BLOCK=_columns(width),
             num_warps=8,
         )
     return losses, guesses
 
 
+def _columns(width: int) -> int:
+    return min(triton.next_power_of_2(width), COLUMNS)
+
+
 @triton.jit
 def _compare(
-    logits, teacher, index, weights, losses, guesses, width, cross, reverse, variation, lk,
+    logits, teacher, teacher_sums, index, weights, losses, guesses, width, cross, reverse, variation, lk,
     REVERSE: tl.constexpr, ACCEPTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    taught = tl.load(index + row).to(tl.int64)
     z_row = logits + row * width
-    t_row = teacher + tl.load(index + row).to(tl.int64) * width
+    t_row = teacher + taught * width
+    t_lse = tl.load(teacher_sums + taught)
     column = tl.arange(0, BLOCK)
-    # Running maxima, sums and expectations, each lane its own columns; lanes are joined at the end.
-    z_top = tl.full([BLOCK], -float("inf"), tl.float32)
-    t_top = tl.full([BLOCK], -float("inf"), tl.float32)
-    z_sum = tl.zeros([BLOCK], tl.float32)
-    t_sum = tl.zeros([BLOCK], tl.float32)
-    t_dot = tl.zeros([BLOCK], tl.float32)
-    z_dot = tl.zeros([BLOCK], tl.float32)
-    best = tl.zeros([BLOCK], tl.int32)
+    # One running maximum for the row; sums and expectations stay a lane's own until the end.
+    top = -float("inf")
+    total = tl.zeros([BLOCK], tl.float32)
+    expected = tl.zeros([BLOCK], tl.float32)
+    divergence_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         live = start + column < width
         z = tl.load(z_row + start + column, mask=live, other=-float("inf")).to(tl.float32)
         t = tl.load(t_row + start + column, mask=live, other=-float("inf")).to(tl.float32)
-        best = tl.where(z > z_top, start + column, best)
-        z_new, t_new = tl.maximum(z_top, z), tl.maximum(t_top, t)
-        z_old, t_old = tl.exp(z_top - z_new), tl.exp(t_top - t_new)
-        z_old, t_old = tl.where(z_new == -float("inf"), 0.0, z_old), tl.where(t_new == -float("inf"), 0.0, t_old)
-        z_now, t_now = tl.where(live, tl.exp(z - z_new), 0.0), tl.where(live, tl.exp(t - t_new), 0.0)
-        z_sum = z_sum * z_old + z_now
-        t_sum = t_sum * t_old + t_now
-        t_dot = t_dot * t_old + tl.where(live, t_now * z, 0.0)
+        now = tl.maximum(top, tl.max(z, 0))
+        old, weight = tl.exp(top - now), tl.exp(z - now)
+        total = total * old + weight
+        expected += tl.where(live, tl.exp(t - t_lse) * z, 0.0)
         if REVERSE:
-            z_dot = z_dot * z_old + tl.where(live, z_now * (z - t), 0.0)
-        z_top, t_top = z_new, t_new
-    z_max, t_max = tl.max(z_top, 0), tl.max(t_top, 0)
-    guess = tl.min(tl.where(z_top == z_max, best, width), 0)
-    z_scale = tl.where(z_sum > 0, tl.exp(z_top - z_max), 0.0)
-    t_scale = tl.where(t_sum > 0, tl.exp(t_top - t_max), 0.0)
-    z_total, t_total = tl.sum(z_sum * z_scale, 0), tl.sum(t_sum * t_scale, 0)
-    z_lse, t_lse = z_max + tl.log(z_total), t_max + tl.log(t_total)
-    loss = cross * (z_lse - tl.sum(t_dot * t_scale, 0) / t_total)
+            divergence_sum = divergence_sum * old + tl.where(live, weight * (z - t), 0.0)
+        top = now
+    mass = tl.sum(total, 0)
+    z_lse = top + tl.log(mass)
+    loss = cross * (z_lse - tl.sum(expected, 0))
     divergence = 0.0
     if REVERSE:
-        divergence = tl.sum(z_dot * z_scale, 0) / z_total - z_lse + t_lse
+        divergence = tl.sum(divergence_sum, 0) / mass - z_lse + t_lse
         loss += reverse * divergence
     slope = 0.0
     below = 0.0
@@ -353,12 +459,13 @@ def _compare(
         slope = variation + lk / accepted
         loss += variation * (1 - accepted) - lk * tl.log(accepted)
     tl.store(losses + row, loss)
-    tl.store(guesses + row, guess.to(tl.int64))
     weight = tl.load(weights + row)
+    guess = tl.full([BLOCK], 2147483647, tl.int32)
     for start in range(0, width, BLOCK):
         live = start + column < width
-        z = tl.load(z_row + start + column, mask=live, other=0.0).to(tl.float32)
-        t = tl.load(t_row + start + column, mask=live, other=0.0).to(tl.float32)
+        z = tl.load(z_row + start + column, mask=live, other=-float("inf")).to(tl.float32)
+        t = tl.load(t_row + start + column, mask=live, other=-float("inf")).to(tl.float32)
+        guess = tl.minimum(guess, tl.where(z == top, start + column, 2147483647))
         q, p = tl.exp(z - z_lse), tl.exp(t - t_lse)
         grad = cross * (q - p)
         if REVERSE:
@@ -366,3 +473,4 @@ def _compare(
         if ACCEPTED:
             grad -= slope * (tl.where(q < p, q, 0.0) - q * below)
         tl.store(z_row + start + column, (grad * weight).to(logits.dtype.element_ty), mask=live)
+    tl.store(guesses + row, tl.min(guess, 0).to(tl.int64))

@@ -103,6 +103,16 @@ def _turn(rows: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rotated: in
     return torch.cat((turned, heads[:, rotated:]), dim=1).view(rows.shape)
 
 
+def scale_columns_(grads: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiplies each column of grads [n, H] by scale [H], in place; returns Σ over rows of grads * weight before, [H].
+
+    A product's weight and its input's norm weight meet as their product: so one gradient makes both.
+    """
+    sums = (grads * weight).sum(0)
+    grads.mul_(scale)
+    return sums
+
+
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
     """silu(gate) * up of gate_up [n, 2 I] into out [n, I]."""
     gate, up = _wide(gate_up).chunk(2, dim=-1)
@@ -251,17 +261,28 @@ def _scores(
     return torch.cat((shared, own), dim=-1) / math.sqrt(heads[2])
 
 
+def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp [n] and the maximum [n] of each row of logits [n, D]."""
+    wide = _wide(logits)
+    return torch.logsumexp(wide, -1), wide.amax(-1)
+
+
 def compare_(
-    logits: Tensor, teacher: Tensor, index: Tensor, weights: Tensor, mix: tuple[float, float, float, float]
+    logits: Tensor,
+    teacher: Tensor,
+    teacher_sums: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    mix: tuple[float, float, float, float],
 ) -> tuple[Tensor, Tensor]:
     """Row losses [n] and argmaxes [n] of draft logits [n, D]; the logits are replaced by the loss's gradient.
 
-    Row i is compared with row index[i] of the teacher's logits [U, D] over the same draft vocabulary; its gradient is
-    scaled by weights[i] (the losses are not). `mix` weighs soft cross-entropy, reverse KL, total variation and LK, as
-    `eagle3.loss` defines them.
+    Row i is compared with row index[i] of the teacher's logits [U, D] over the same draft vocabulary, whose log-sum-exps
+    are `teacher_sums` [U]; its gradient is scaled by weights[i] (the losses are not). `mix` weighs soft cross-entropy,
+    reverse KL, total variation and LK, as `eagle3.loss` defines them.
     """
     cross, reverse, variation, lk = mix
-    log_q, log_p = torch.log_softmax(_wide(logits), -1), torch.log_softmax(_wide(teacher), -1)[index]
+    log_q, log_p = torch.log_softmax(_wide(logits), -1), (_wide(teacher) - teacher_sums[:, None])[index]
     guess = logits.argmax(-1)
     q, p = log_q.exp(), log_p.exp()
     losses = -cross * (p * log_q).sum(-1)
