@@ -63,7 +63,6 @@ class VllmEngine:
         check_devices(cfg)
         self._adapter = f"{type(target.adapter).__module__}:{type(target.adapter).__qualname__}"
         self._expected = expected_backends(target.adapter.expected_backends(), cfg.hardware.expected_backends)
-        self._numbers = itertools.count()
         self.last_capture: dict[str, Any] = {}
         arguments = engine_arguments(cfg, target, folder or target.folder, load_format)
         log_file = log_file or Path(tempfile.gettempdir()) / f"eagle3-engine-{time.time_ns()}.log"
@@ -111,11 +110,11 @@ class VllmEngine:
     def capture(self, samples: Sequence[Sample], layer_ids: Sequence[int]) -> Iterator[CapturedStates]:
         """Yields each sample's states, in the engine's dtype on the CPU; for a few samples: they pass through a file.
 
-        A sample with a state that is not finite comes with its rows as they are.
+        A sample with a state that is not finite comes as NaN.
         """
         layout = Layout(self.target.shape.hidden_size, self.ranks[0]["dtype"], self.target.shape.num_layers)
         plan = ShardPlan(
-            number=next(self._numbers),
+            number=0,
             rows=tuple(range(len(samples))),
             sample_ids=tuple(sample.id for sample in samples),
             lengths=tuple(len(sample.input_ids) for sample in samples),
@@ -127,6 +126,8 @@ class VllmEngine:
             for _ in self.capture_shards([ShardWork(writer, samples)], sorted(layer_ids), layout):
                 for sample, start in zip(samples, plan.starts, strict=True):
                     rows = {k: writer.files[k].read(start, len(sample.input_ids)) for k in layer_ids}
+                    if sample.id in writer.rejected:
+                        rows = {k: state.fill_(float("nan")) for k, state in rows.items()}
                     yield CapturedStates(sample.id, rows)
 
     def capture_shards(
@@ -175,7 +176,7 @@ class VllmEngine:
             if fresh:
                 requests = []
                 for prompt in fresh:
-                    request_id = f"generate-{next(self._numbers)}"
+                    request_id = f"generate-{next(self._process.numbers)}"
                     running[request_id] = prompt
                     requests.append((request_id, [int(i) for i in prompt.input_ids], {}))
                     requests[-1][2].update(_sampling(prompt, temperature, seed, stop_ids))
@@ -183,7 +184,9 @@ class VllmEngine:
             if not running:
                 return
             for request_id, token_ids, reason in self._process.finished(1.0):
-                prompt = running.pop(request_id)
+                prompt = running.pop(request_id, None)
+                if prompt is None:  # of a capture that was broken off
+                    continue
                 yield Generation(prompt.key, token_ids, "stop" if reason == "stop" else "length")
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ has written its part; the parts' checksums are summed up here, which also shows 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +118,6 @@ class CaptureDriver:
         self.process, self.layer_ids, self.longest_sample = process, list(layer_ids), longest_sample
         self.window = WINDOW_BATCHES * batch_tokens
         self.report: dict[str, Any] = {}
-        self._numbers = itertools.count()
         self._in_flight: dict[str, int] = {}
         self._open: dict[str, ShardProgress] = {}
         settings = {"hidden_size": layout.hidden_size, "dtype": layout.dtype, "rotation": rotation}
@@ -137,7 +135,7 @@ class CaptureDriver:
                         more = False
                     elif not self._submit(following):
                         yield following
-                if not self._open:
+                if not self._open and not self._in_flight:
                     return
                 for request_id, _, _ in self.process.finished(POLL_SECONDS if self._in_flight else 0.02):
                     self._in_flight.pop(request_id, None)
@@ -167,7 +165,7 @@ class CaptureDriver:
                 )
         if not members:
             return False
-        key = f"{plan.name}-{next(self._numbers)}"
+        key = f"{plan.name}-{next(self.process.numbers)}"
         ids = [work.members[member].input_ids.astype(np.int32) for member in members]
         shard = {
             "key": key,

@@ -6,6 +6,7 @@ the first exception that any worker wrote there and with the last lines.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -40,6 +41,8 @@ class EngineProcess:
         source = str(Path(eagle3.__file__).parents[1])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         self.log_file = log_file
+        # Makes ids of requests unlike those of any earlier use of the engine.
+        self.numbers = itertools.count()
         self._broken = False
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log, theirs:
