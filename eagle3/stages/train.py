@@ -7,30 +7,17 @@ artifact's `.partial` folder, where an interrupted run finds its checkpoints aga
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
-import resource
-import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
 
 from eagle3 import layers
 from eagle3.batches import PackedDataModule
 from eagle3.blueprint import new_drafter, state_scales, warm_drafter
 from eagle3.checkpoint import Target, open_target
-from eagle3.checkpoints import (
-    AtomicCheckpointIO,
-    Checkpoint,
-    Checkpoints,
-    checkpoint_to_resume,
-    complete_checkpoints,
-)
+from eagle3.checkpoints import Checkpoint, Checkpoints, checkpoint_to_resume, complete_checkpoints
 from eagle3.config import Config, build
 from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError
@@ -39,6 +26,7 @@ from eagle3.stages import extract
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.trackers import SafeLogger, build_trackers
+from eagle3.trainer import Clock, build_trainer, check_trainer, peak_memory_bytes, quiet_lightning
 from eagle3.training import DrafterTraining
 from eagle3.vocab import VocabMap
 
@@ -50,17 +38,6 @@ OPERATIONAL = {
         *("name", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps", "deterministic"),
         *("resume", "num_workers", "profile"),
     ),
-}
-# Arguments of the Lightning Trainer that other fields of the config decide.
-OWNED = {
-    "max_epochs": "trainer.max_epochs",
-    "max_steps": "trainer.max_steps",
-    "accumulate_grad_batches": "trainer.accumulate",
-    "gradient_clip_val": "trainer.clip_norm",
-    "val_check_interval": "trainer.validate_every_steps",
-    "log_every_n_steps": "trainer.log_every_steps",
-    "callbacks": "trainer.callbacks",
-    "logger": "logger.loggers",
 }
 
 
@@ -134,9 +111,7 @@ class _Job:
 
     def __init__(self, cfg: Config, run: Run, target: Target, states: Artifact, artifact: Artifact) -> None:
         self.cfg, self.run, self.target, self.artifact = cfg, run, target, artifact
-        for key, field in OWNED.items():
-            if key in cfg.trainer.lightning:
-                raise RequestError(f"trainer.lightning.{key}: is decided by {field}, set that instead")
+        check_trainer(cfg.trainer)
         if cfg.trainer.resume_from and cfg.drafter.warm_start:
             raise RequestError(
                 "drafter.warm_start: cannot go with trainer.resume_from, which brings its own weights; leave one out"
@@ -280,7 +255,7 @@ class _Job:
 
     def _fit(
         self, folder: Path, start: Checkpoint | None, trackers: list[SafeLogger]
-    ) -> tuple[Checkpoints, _Clock, DrafterTraining]:
+    ) -> tuple[Checkpoints, Clock, DrafterTraining]:
         cfg, steps = self.cfg, self.data.plan.steps
         checkpoints = Checkpoints(
             folder / "checkpoints",
@@ -306,47 +281,16 @@ class _Job:
             )
         self.first_step = 0 if start is None else start.step
         with self.run.progress(steps - self.first_step, "steps", "train") as advance:
-            clock = _Clock(advance)
+            clock = Clock(advance)
             callbacks = [checkpoints, clock]
             for name, node in cfg.trainer.callbacks.items():
                 callbacks.append(build(node, f"trainer.callbacks.{name}"))
-            with _quiet_lightning():
-                trainer = self._trainer(callbacks, trackers)
+            with quiet_lightning():
+                trainer = build_trainer(cfg, self.run.folder, callbacks, trackers)
                 trainer.fit(
                     module, datamodule=self.data, ckpt_path=None if start is None else start.folder, weights_only=True
                 )
         return checkpoints, clock, module
-
-    def _trainer(self, callbacks: list[Callback], trackers: list[SafeLogger]) -> Trainer:
-        cfg, node = self.cfg, self.cfg.trainer.lightning or {"_target_": "lightning.pytorch.Trainer"}
-        swappable: dict[str, Any] = {
-            "accelerator": cfg.hardware.accelerator,
-            "devices": cfg.hardware.devices,
-            "strategy": cfg.hardware.training_strategy,
-            "precision": cfg.hardware.precision,
-            "deterministic": cfg.trainer.deterministic,
-            "plugins": [AtomicCheckpointIO()],
-            "profiler": _profiler(self.run.folder) if cfg.trainer.profile else None,
-        }
-        return build(
-            node,
-            "trainer.lightning",
-            **{key: value for key, value in swappable.items() if key not in node},
-            # One pass over the plan, which holds all epochs and ends at trainer.max_steps.
-            max_epochs=1,
-            accumulate_grad_batches=cfg.trainer.accumulate,
-            val_check_interval=cfg.trainer.validate_every_steps * cfg.trainer.accumulate,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            use_distributed_sampler=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=str(self.run.folder),
-            logger=trackers or False,
-            callbacks=callbacks,
-        )
 
     def _reporter(self, trackers: list[SafeLogger], checkpoints: Checkpoints) -> Any:
         """Takes metrics to the log, metrics.jsonl and the trackers, on the axis of optimizer steps."""
@@ -371,7 +315,7 @@ class _Job:
 
         return report
 
-    def _finish(self, folder: Path, checkpoints: Checkpoints, clock: _Clock, module: DrafterTraining) -> dict[str, Any]:
+    def _finish(self, folder: Path, checkpoints: Checkpoints, clock: Clock, module: DrafterTraining) -> dict[str, Any]:
         """Writes the artifact: the drafter of the best validation, the last checkpoint, the manifest."""
         kept, best = module.drafter, checkpoints.best
         if best is not None and checkpoints.best_folder is not None:
@@ -416,71 +360,6 @@ class _Job:
         return metrics
 
 
-class _Clock(Callback):
-    """Moves the progress bar and measures tokens/s: all of training but its validations."""
-
-    def __init__(self, advance: Any) -> None:
-        self.advance = advance
-        self.tokens, self.seconds, self._since = 0, 0.0, 0.0
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of all ranks a second, in this process; None when it trained nothing."""
-        return round(self.tokens / self.seconds, 1) if self.tokens and self.seconds else None
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """The clock runs."""
-        self._since = time.monotonic()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """The clock stops."""
-        self.seconds += time.monotonic() - self._since
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """The clock runs again."""
-        self._since = time.monotonic()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Counts."""
-        self.tokens += batch.tokens * trainer.world_size
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches:
-            self.advance(1)
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """The clock stops for good."""
-        self.seconds += time.monotonic() - self._since
-
-
-def peak_memory_bytes() -> int:
-    """The most memory in use so far: the GPU's where there is one, else this process's resident set."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _teacher_dtype(cfg: Config) -> torch.dtype:
     """The teacher computes as the drafter does."""
     return torch.bfloat16 if cfg.hardware.precision.startswith("bf16") else torch.float32
-
-
-def _profiler(folder: Path) -> Any:
-    from lightning.pytorch.profilers import PyTorchProfiler
-
-    return PyTorchProfiler(dirpath=str(folder), filename="profile")
-
-
-@contextlib.contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Keeps Lightning's chatter off the terminal; its warnings stay, but for two that no user can act on."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -1,0 +1,140 @@
+"""The Lightning Trainer that a config means, and what runs beside it (around step 6 of the walk).
+
+Users swap or extend it under `trainer.lightning`; what other fields of the config decide is refused there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
+
+from eagle3.checkpoints import AtomicCheckpointIO
+from eagle3.config import Config, TrainerConfig, build
+from eagle3.errors import RequestError
+
+# Arguments of the Lightning Trainer that other fields of the config decide.
+OWNED = {
+    "max_epochs": "trainer.max_epochs",
+    "max_steps": "trainer.max_steps",
+    "accumulate_grad_batches": "trainer.accumulate",
+    "gradient_clip_val": "trainer.clip_norm",
+    "val_check_interval": "trainer.validate_every_steps",
+    "log_every_n_steps": "trainer.log_every_steps",
+    "callbacks": "trainer.callbacks",
+    "logger": "logger.loggers",
+}
+
+
+def check_trainer(cfg: TrainerConfig) -> None:
+    """RequestError when `trainer.lightning` sets what another field decides."""
+    for key, field in OWNED.items():
+        if key in cfg.lightning:
+            raise RequestError(f"trainer.lightning.{key}: is decided by {field}, set that instead")
+
+
+def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Trainer:
+    """The Trainer of `trainer.lightning`, told what the rest of the config says as far as it does not say otherwise."""
+    node = cfg.trainer.lightning or {"_target_": "lightning.pytorch.Trainer"}
+    swappable: dict[str, Any] = {
+        "accelerator": cfg.hardware.accelerator,
+        "devices": cfg.hardware.devices,
+        "strategy": cfg.hardware.training_strategy,
+        "precision": cfg.hardware.precision,
+        "deterministic": cfg.trainer.deterministic,
+        "plugins": [AtomicCheckpointIO()],
+        "profiler": _profiler(folder) if cfg.trainer.profile else None,
+    }
+    return build(
+        node,
+        "trainer.lightning",
+        **{key: value for key, value in swappable.items() if key not in node},
+        # One pass over the plan, which holds all epochs and ends at trainer.max_steps.
+        max_epochs=1,
+        accumulate_grad_batches=cfg.trainer.accumulate,
+        val_check_interval=cfg.trainer.validate_every_steps * cfg.trainer.accumulate,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+        logger=list(loggers) or False,
+        callbacks=list(callbacks),
+    )
+
+
+def _profiler(folder: Path) -> Any:
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    return PyTorchProfiler(dirpath=str(folder), filename="profile")
+
+
+class Clock(Callback):
+    """Moves the progress bar and measures tokens/s: all of training but its validations."""
+
+    def __init__(self, advance: Callable[[float], None]) -> None:
+        self.advance = advance
+        self.tokens, self.seconds, self._since = 0, 0.0, 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks a second, in this process; None when it trained nothing."""
+        return round(self.tokens / self.seconds, 1) if self.tokens and self.seconds else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock runs."""
+        self._since = time.monotonic()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock stops."""
+        self.seconds += time.monotonic() - self._since
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock runs again."""
+        self._since = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Counts."""
+        self.tokens += batch.tokens * trainer.world_size
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches:
+            self.advance(1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The clock stops for good."""
+        self.seconds += time.monotonic() - self._since
+
+
+def peak_memory_bytes() -> int:
+    """The most memory in use so far: the GPU's where there is one, else this process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keeps Lightning's chatter off the terminal; its warnings stay, but for two that no user can act on."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
