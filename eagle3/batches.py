@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from eagle3.attention import Block, attention_blocks
 from eagle3.errors import StageFailed, StoreError
 from eagle3.plan import Plan, plan_once
+from eagle3.row_layout import RowLayout, lay_out
 from eagle3.slots import BoolArray, SlotRows, pack_rows, supervised_slots
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class PackedBatch:
     row_counts: Tensor
     blocks: tuple[tuple[Block, ...], ...]
     sample_ids: tuple[str, ...]
+    layout: RowLayout | None = None
 
     @property
     def tokens(self) -> int:
@@ -98,8 +100,13 @@ def pack(
     in_draft_vocab: BoolArray | None = None,
     alignment: str = "exact",
     row_counts: Sequence[int] | np.ndarray | None = None,
+    with_layout: bool = False,
+    pinned: bool = False,
 ) -> PackedBatch:
-    """Packs documents; without `row_counts` the batch is a whole optimizer step of its own."""
+    """Packs documents; without `row_counts` the batch is a whole optimizer step of its own.
+
+    `with_layout` adds the layout for a GPU, `pinned` puts the states into page-locked memory.
+    """
     ids = [np.asarray(document.input_ids) for document in documents]
     masks = [np.asarray(document.loss_mask, dtype=np.bool_) for document in documents]
     flags = [supervised_slots(i, mask, steps, in_draft_vocab, alignment) for i, mask in zip(ids, masks, strict=True)]
@@ -107,9 +114,10 @@ def pack(
     lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     counts = [len(rows) for rows in slots.supervised_rows] if row_counts is None else np.asarray(row_counts)
-    hidden_states, final_states = _pack_states(documents, cu_seqlens.tolist())
+    hidden_states, final_states = _pack_states(documents, cu_seqlens.tolist(), pinned)
+    input_ids = torch.from_numpy(np.concatenate([*ids, np.empty(0)]).astype(np.int64))
     return PackedBatch(
-        input_ids=torch.from_numpy(np.concatenate([*ids, np.empty(0)]).astype(np.int64)),
+        input_ids=input_ids,
         loss_mask=torch.from_numpy(np.concatenate([*masks, np.empty(0, dtype=np.bool_)])),
         position_ids=torch.cat([torch.arange(int(n)) for n in lengths] + [torch.empty(0, dtype=torch.int64)]),
         document_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
@@ -120,17 +128,18 @@ def pack(
         row_counts=torch.as_tensor(counts, dtype=torch.int64),
         blocks=tuple(attention_blocks(rows, cu_seqlens) for rows in slots.rows),
         sample_ids=tuple(document.sample_id for document in documents),
+        layout=lay_out(slots, input_ids, cu_seqlens) if with_layout else None,
     )
 
 
-def _pack_states(documents: Sequence[Document], bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _pack_states(documents: Sequence[Document], bounds: Sequence[int], pinned: bool) -> tuple[Tensor, Tensor]:
     """Copies every state once, from where it is mapped to its place in the batch."""
     if not documents:
         return torch.empty(0, 0), torch.empty(0, 0)
     final = documents[0].final_states
     layers, width = len(documents[0].hidden_states), final.shape[1]
-    hidden_states = final.new_empty(bounds[-1], layers * width)
-    final_states = final.new_empty(bounds[-1], width)
+    hidden_states = final.new_empty(bounds[-1], layers * width, pin_memory=pinned)
+    final_states = final.new_empty(bounds[-1], width, pin_memory=pinned)
     for document, start in zip(documents, bounds[:-1], strict=True):
         stop = start + len(document.final_states)
         final_states[start:stop] = document.final_states
@@ -142,17 +151,29 @@ def _pack_states(documents: Sequence[Document], bounds: Sequence[int]) -> tuple[
 class BatchLoader:
     """A training run's batches in their order, from batch `start` on; its length counts those before it too.
 
-    That is how Lightning counts batches of a resumed run. Has the state-dict interface of resumable loaders.
+    That is how Lightning counts batches of a resumed run. Has the state-dict interface of resumable loaders. On a GPU
+    (`device`) batches are read and copied ahead.
     """
 
-    def __init__(self, loader: Callable[[int], DataLoader[PackedBatch]], total: int, start: int = 0) -> None:
-        self._loader, self._total, self.start = loader, total, start
+    def __init__(
+        self,
+        loader: Callable[[int], DataLoader[PackedBatch]],
+        total: int,
+        start: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self._loader, self._total, self.start, self._device = loader, total, start, device
 
     def __len__(self) -> int:
         return self._total
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        return iter(self._loader(self.start))
+        batches = iter(self._loader(self.start))
+        if self._device is None:
+            return batches
+        from eagle3.prefetch import prefetched
+
+        return prefetched(batches, self._device)
 
     def state_dict(self) -> dict[str, int]:
         """Where this loader began; the data module's own state says how far training came."""
@@ -265,7 +286,16 @@ class PackedDataModule(LightningDataModule):
 
     def _pack(self, rows: np.ndarray, counts: np.ndarray | None) -> PackedBatch:
         documents = [self.document(row) for row in rows.tolist()]
-        batch = pack(documents, self.unroll_steps, self.in_draft_vocab, self.mask_alignment, counts)
+        batch = pack(
+            documents,
+            self.unroll_steps,
+            self.in_draft_vocab,
+            self.mask_alignment,
+            counts,
+            with_layout=self.pinned,
+            # A worker process has no GPU; what it sends is page-locked by the loader.
+            pinned=self.pinned and torch.cuda.is_available() and get_worker_info() is None,
+        )
         if documents:
             return batch
         dtype, width = self.store.layout.torch_dtype, self.store.layout.hidden_size
@@ -287,7 +317,8 @@ class PackedDataModule(LightningDataModule):
         def loader(start: int) -> DataLoader[PackedBatch]:
             return self._loader(_Batches(self.train_batch), range(start, self.plan.batches))
 
-        return BatchLoader(loader, self.plan.batches, self.start)
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        return BatchLoader(loader, self.plan.batches, self.start, device if device.type == "cuda" else None)
 
     def val_dataloader(self) -> DataLoader[PackedBatch] | list[Any]:
         """The fixed validation batches; none when there is no validation sample."""

@@ -1,6 +1,6 @@
-"""The weights as matrix products want them: in the compute dtype, projections that share an input joined (walk: step 6).
+"""The weights as matrix products want them: in the compute dtype, what shares an input joined (walk: step 6).
 
-Masters stay fp32 parameters; these copies follow them. A copy is renewed when its master's version shows a change, or by
+Masters stay fp32 parameters; copies follow them. A copy is renewed when its master's version shows a change, or by
 the optimizer in the pass that changes the master.
 """
 

@@ -1,15 +1,16 @@
 """One training step's forward pass by the written-out unroll and the stacked loss (walk: step 6).
 
-Does what `Eagle3Drafter.unroll` and `loss.unroll_loss` do, on the drafter's own parameters, at the speed of the device's
-matrix products. Parameters stay fp32 masters: products run in `dtype`, and gradients arrive as fp32 sums.
+Does what `Eagle3Drafter.unroll` and `loss.unroll_loss` do, on the drafter's own parameters, at the speed of the
+device's matrix products. Parameters stay fp32 masters: products run in `dtype`, gradients arrive as fp32 sums.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
@@ -21,11 +22,11 @@ from eagle3.row_layout import RowLayout
 from eagle3.unroll import UnrollShape, product_of_rows_, unroll
 
 
-class FusedStep(nn.Module):
+class FusedStep:
     """The loss of a packed batch: drafter and teacher on one device, `dtype` for the products.
 
-    `mix` weighs soft cross-entropy, reverse KL, total variation, LK; `mask_oov` takes rows out of the loss whose teacher's
-    argmax lies outside the draft vocabulary.
+    `mix` weighs soft cross-entropy, reverse KL, total variation, LK; `mask_oov` takes rows out of the loss whose
+    teacher's argmax lies outside the draft vocabulary.
     """
 
     def __init__(
@@ -37,7 +38,6 @@ class FusedStep(nn.Module):
         mask_oov: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        super().__init__()
         self.chunk_bytes = chunk_bytes
         self.drafter, self.teacher, self.dtype, self.mix, self.mask_oov = drafter, teacher, dtype, mix, mask_oov
         shape = drafter.shape
@@ -59,8 +59,12 @@ class FusedStep(nn.Module):
         self.copies = ComputeWeights(groups, dtype)
         self._rotary: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
-        """`step_weights` [steps] = γ^k over the rows supervised at k in the whole optimizer step."""
+    def __call__(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
+        """`step_weights` [steps] = decay^k over the rows supervised at k in the whole optimizer step."""
+        with torch.autocast(batch.input_ids.device.type, enabled=False):  # the types are chosen here
+            return self._loss(batch, layout, step_weights)
+
+    def _loss(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         drafter = self.drafter
         embeddings = F.embedding(batch.input_ids, drafter.embedding).to(self.dtype)
         *products, fc, head = self.copies.fresh()
@@ -103,12 +107,20 @@ class FusedStep(nn.Module):
         return self._rotary
 
 
-def _normed(states: Tensor, norm: nn.RMSNorm) -> Tensor:
+def fits(drafter: Eagle3Drafter) -> bool:
+    """Whether this drafter can be trained by `FusedStep` where it is: on a GPU with Triton, dense, whole, in fp32."""
+    weight = drafter.fc.weight
+    plain = type(weight.data) is Tensor and weight.dtype == torch.float32
+    known = drafter.shape.attention == "dense" and drafter.shape.hidden_act == "silu"
+    return weight.is_cuda and plain and known and find_spec("triton") is not None
+
+
+def _normed(states: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(states, norm.normalized_shape, norm.weight.to(states.dtype), norm.eps)
 
 
 class _Linear(torch.autograd.Function):
-    """rows [n, in] times weight [out, in] transposed; `product` is the weight in the rows' dtype, its gradient is fp32."""
+    """rows [n, in] times weight [out, in] transposed; `product` is the weight in the rows' dtype."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, product: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ gradient; softmax arithmetic is fp32. Idea of gradients in the forward pass: Lig
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle3.kernels import kernels_for
 from eagle3.loss import UnrollLoss
@@ -19,33 +21,28 @@ from eagle3.row_layout import RowLayout
 from eagle3.unroll import product_of_rows_
 
 Mix = tuple[float, float, float, float]
-CHUNK_BYTES = 1 << 29
+CHUNK_BYTES = 1 << 30  # of logits that live at once
 
 
-class DraftTeacher(nn.Module):
+class DraftTeacher:
     """The target's head with the rows of the draft vocabulary first, so that their logits are a slice and no gather.
 
-    weight [V, H]: D rows of the draft vocabulary in its order, then the others.
+    weight [V, H]: D rows of the draft vocabulary in its order, then the others. `normed` applies the final norm.
     """
 
-    weight: Tensor
-    draft_ids: Tensor | None
-
     def __init__(self, normed: Callable[[Tensor], Tensor], weight: Tensor, draft_ids: Tensor | None) -> None:
-        super().__init__()
         self.normed = normed
         self.draft_vocab_size = len(weight) if draft_ids is None else len(draft_ids)
         if draft_ids is not None:
             others = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
             others[draft_ids] = False
             weight = torch.cat((weight[draft_ids], weight[others]))
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.weight, self.draft_ids = weight, draft_ids
 
     @torch.no_grad()
-    def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of final states [U, H]: logits over the draft vocabulary [U, D], their log-sum-exps [U], and whether the argmax
-        over the full vocabulary lies outside [U]."""
+    def __call__(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of final states [U, H]: logits over the draft vocabulary [U, D] and their log-sum-exps [U]; and whether the
+        argmax over the full vocabulary lies outside [U]."""
         normed = self.normed(states).to(self.weight.dtype)
         logits = exact_product(normed, self.weight[: self.draft_vocab_size])
         sums, tops = kernels_for(logits.device).row_sums(logits)
@@ -76,7 +73,9 @@ def stacked_loss(
 ) -> UnrollLoss:
     """Compares stacked outputs [M, H] of `unroll` with the target's distributions.
 
-    `head` [D, H] is the drafter's lm_head, `product` the same in the dtype of `outputs`, `final_states` [T, H] the target's, `step_weights` [steps] = γ^k over the count of rows supervised at k. Returns what `loss.unroll_loss` does.
+    `head` [D, H] is the drafter's lm_head, `product` the same in the dtype of `outputs`, `final_states` [T, H] the
+    target's, `step_weights` [steps] = decay^k over the count of rows supervised at k. Returns what `loss.unroll_loss`
+    does.
     """
     loss, row_losses, hits, outside = _StackedLoss.apply(
         outputs, head, product, final_states, teacher, layout, step_weights, mix, mask_oov, chunk_bytes
@@ -147,7 +146,7 @@ class _StackedLoss(torch.autograd.Function):
         return grad_outputs.mul_(scale), grad_head.mul_(scale).to(ctx.head_dtype), *[None] * 8
 
 
-def _chunks(bounds: Tensor, target_vocab: int, draft_vocab: int, chunk_bytes: int) -> list[tuple[int, int]]:
+def _chunks(bounds: np.ndarray, target_vocab: int, draft_vocab: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Ranges of teacher tokens whose logits, the teacher's and the drafter's, stay within a budget of memory."""
     count, pairs = len(bounds) - 1, int(bounds[-1])
     if count == 0:
@@ -155,4 +154,4 @@ def _chunks(bounds: Tensor, target_vocab: int, draft_vocab: int, chunk_bytes: in
     size = 4 * target_vocab * count + 2 * draft_vocab * pairs
     pieces = min(max(-(-size // chunk_bytes), 1), count)
     edges = [count * i // pieces for i in range(pieces + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))

@@ -81,6 +81,13 @@ def mix_losses(weights: Mapping[str, float]) -> RowLoss:
     return loss
 
 
+def mix_weights(weights: Mapping[str, float]) -> tuple[float, float, float, float]:
+    """`drafter.losses` as weights in the order of LOSSES, for the step on a GPU. RequestError as `mix_losses`."""
+    mix_losses(weights)
+    found = [float(weights.get(name, 0.0)) for name in LOSSES]
+    return (found[0], found[1], found[2], found[3]) if any(found) else (1.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class UnrollLoss:
     """The loss of one packed batch and what happened at each of its M supervised (step, slot) pairs, step by step.

@@ -18,8 +18,8 @@ from eagle3.compute_weights import ComputeWeights
 class ClippedAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, state and all, whose `clip` scales gradients as they are read.
 
-    `clip` is set before each step by `clip_to`; weights that `copies` holds are renewed with their masters. Tensors that
-    are not plain fp32 tensors on a GPU take torch's own step.
+    `clip_to` sets the clip before each step; weights that `copies` holds are renewed with their masters. Parameters are
+    fp32 tensors on a GPU; the state is torch's, so that checkpoints fit both.
     """
 
     def __init__(self, params: Any, copies: ComputeWeights | None = None, **options: Any) -> None:
@@ -28,10 +28,13 @@ class ClippedAdamW(torch.optim.AdamW):
         self.clip: Tensor | None = None
 
     def clip_to(self, norm: float) -> Tensor:
-        """Bounds the next step's gradient by this norm over all parameters; returns the norm found, a scalar tensor."""
+        """Bounds the next step's gradient by this norm over all parameters; returns the norm found, a scalar tensor.
+
+        Where it is not finite, the step will change nothing.
+        """
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         found = torch.nn.utils.get_total_norm(grads, foreach=True)
-        self.clip = torch.clamp(norm / (found + 1e-6), max=1.0)
+        self.clip = torch.where(found.isfinite(), torch.clamp(norm / (found + 1e-6), max=1.0), torch.nan)
         return found
 
     @torch.no_grad()

@@ -26,8 +26,12 @@ from eagle3.checkpoint import TargetHead
 from eagle3.config import DrafterConfig, TrainerConfig
 from eagle3.drafter import Eagle3Drafter
 from eagle3.errors import StageFailed
-from eagle3.loss import UnrollLoss, mix_losses, unroll_loss
+from eagle3.fused_step import FusedStep, fits
+from eagle3.linear_loss import DraftTeacher
+from eagle3.loss import UnrollLoss, mix_losses, mix_weights, unroll_loss
+from eagle3.optimizers import ClippedAdamW
 from eagle3.slots import spans
+from eagle3.step_clock import StepClock, matrix_rate, needed_flops
 
 log = logging.getLogger("eagle3")
 
@@ -113,6 +117,8 @@ class DrafterTraining(LightningModule):
         self.steps, self.report = steps, report
         self.row_loss = mix_losses(drafter_config.losses)
         self.grad_norm = float("nan")
+        self._norms: list[Tensor] = []
+        self.fused: FusedStep | None = None
         self.validation: dict[str, float] = {}
         self.register_buffer("target_ids", drafter.target_ids, persistent=False)
         decays = [drafter_config.step_decay**k for k in range(drafter_config.unroll_steps)]
@@ -125,6 +131,8 @@ class DrafterTraining(LightningModule):
     def unroll(self, batch: PackedBatch) -> UnrollLoss:
         """Unroll and loss of one batch."""
         drafter = self.drafter
+        if self.fused is not None and batch.layout is not None:
+            return self.fused(batch, batch.layout, self.decays / batch.row_counts.clamp_min(1))
         hidden = drafter.unroll(batch.input_ids, batch.hidden_states, batch.position_ids, batch.slots, batch.blocks)
         return unroll_loss(
             hidden,
@@ -149,6 +157,20 @@ class DrafterTraining(LightningModule):
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.lr * factor
         self._tally = Tally(self.settings.unroll_steps, self.device)
+        self._clock = StepClock(self.device)
+        self._rate = matrix_rate(self.device) if self.fused is not None else None
+
+    def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
+        """The clock of the log starts."""
+        self._clock.start()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Forward is done."""
+        self._clock.mark()
+
+    def on_after_backward(self) -> None:
+        """Backward is done."""
+        self._clock.mark()
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         """This rank's part of the optimizer step's loss."""
@@ -164,23 +186,43 @@ class DrafterTraining(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips by the norm over all weights and keeps it for the log. StageFailed when it is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip_norm)
-        self.grad_norm = float(norm)
-        if not math.isfinite(self.grad_norm):
+        plain = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(plain, ClippedAdamW):
+            norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip_norm)
+            self._norms.append(norm)
+            self._read_norms()
+            return
+        # Read when the log is written: to wait for it here would let the GPU run dry. A step whose norm is not finite
+        # changes no weight.
+        self._norms.append(plain.clip_to(self.recipe.clip_norm))
+
+    def _read_norms(self) -> None:
+        """Keeps the last norm. StageFailed when one since the last reading is not finite."""
+        norms = torch.stack(self._norms).tolist() if self._norms else [self.grad_norm]
+        self._norms.clear()
+        self.grad_norm = norms[-1]
+        wrong = [norm for norm in norms if not math.isfinite(norm)]
+        if wrong:
             raise StageFailed(
-                f"trainer: the gradient of optimizer step {self.global_step + 1} is not finite ({self.grad_norm}), so "
+                f"trainer: the gradient of optimizer step {self.global_step + 1} is not finite ({wrong[0]}), so "
                 "nothing was learned from it; check the states with `eagle3 stage=verify`, or try a lower trainer.lr"
             )
 
     def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Reports at the end of every `log_every_steps`-th optimizer step and of the last."""
         step = self.global_step
+        layout = batch.layout
+        flops = 0.0 if layout is None else sum(needed_flops(self.drafter.shape, layout).values())
+        self._clock.end(batch.tokens, sum(len(rows) for rows in batch.slots.supervised_rows), flops)
         if not self._steps_here(batch_idx) or (step % self.recipe.log_every_steps and step != self.steps):
             return
+        if self._norms:
+            self._read_norms()
         self._tally.sums = self._over_ranks(self._tally.sums)
         metrics = self._tally.metrics(self.settings.step_decay)
         # The optimizer's rate is already that of the next step.
         rate = self.recipe.lr * self._factor(step - 1)
+        metrics |= self._clock.read(self._rate, self.trainer.world_size)
         self.report(step, {**metrics, "grad_norm": self.grad_norm, "lr": rate}, "train")
         self._tally = Tally(self.settings.unroll_steps, self.device)
 
@@ -233,8 +275,16 @@ class DrafterTraining(LightningModule):
         ]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW and a schedule that moves with optimizer steps."""
-        optimizer = torch.optim.AdamW(self._groups(), fused=True)
+        """AdamW and a schedule that moves with optimizer steps. Parameters have come to their device by now."""
+        if fits(self.drafter):
+            teacher = DraftTeacher(self.teacher.normed, self.teacher.weight, self.target_ids)
+            self.teacher.weight = teacher.weight[:0]  # the rows live on in their new order
+            dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
+            mix = mix_weights(self.settings.losses)
+            self.fused = FusedStep(self.drafter, teacher, dtype, mix, self.settings.oov == "mask")
+            optimizer: torch.optim.Optimizer = ClippedAdamW(self._groups(), self.fused.copies)
+        else:
+            optimizer = torch.optim.AdamW(self._groups(), fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

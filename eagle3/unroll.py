@@ -71,8 +71,8 @@ def unroll(
 
     `features` [T, H] are fc's outputs, `embeddings` [T, H] the tokens' frozen embeddings, `rotary` = (cos, sin), each
     fp32 [positions, D / 2]. `params`: the weights of q, k, v, o, gate, up, down and the norms input_layernorm,
-    hidden_norm, post_attention_layernorm, norm: gradients are made for these. `products`: the same weights in the dtype of
-    `features`, joined: q, k, v; o; gate, up; down.
+    hidden_norm, post_attention_layernorm, norm: gradients are made for these. `products`: the same weights in the dtype
+    of `features`, joined: q, k, v; o; gate, up; down.
     """
     return _Unroll.apply(features, embeddings, layout, rotary, shape, products, *params)
 
@@ -262,7 +262,7 @@ class _Backward:
         return grad_entered
 
     def leave(self, step: int, grad_following: Tensor | None, grad_left: Tensor) -> None:
-        """The gradient of the layer's output g from those of its normed output and of the next step, which starts at g."""
+        """The gradient of the layer's output g from those of its normed output and of the next step, which reads g."""
         f, shape, weights = self.forward, self.forward.shape, self.forward.weights
         first, last = f.layout.bounds(step)
         grad_output, left, rstd = self.grad_outputs[first:last], f.left[first:last], f.left_rstd[first:last]

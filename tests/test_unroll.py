@@ -11,7 +11,6 @@ from eagle3.drafter import Eagle3Drafter
 from eagle3.fused_step import FusedStep
 from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import LOSSES, UnrollLoss, mix_losses
-from eagle3.row_layout import lay_out
 from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
 
 VARIANTS = {
@@ -25,6 +24,8 @@ VARIANTS = {
     "rotary scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "narrow heads": {"head_dim": 6, "num_key_value_heads": 2},
 }
+
+
 def documents(shape) -> list:
     return [
         make_document(shape, [(3, 8), (10, 14)], 16, 1),
@@ -34,15 +35,26 @@ def documents(shape) -> list:
     ]
 
 
-def fused_step(drafter: Eagle3Drafter, docs: list, steps: int, alignment: str = "exact", **options) -> UnrollLoss:
-    """`tests.drafters.train_step` by the written-out passes."""
-    target_ids = drafter.target_ids
-    batch = pack(docs, steps, None if target_ids is None else drafter.t2d.numpy(), alignment)
-    teacher = Teacher(drafter.shape.vocab_size, drafter.shape.hidden_size).to(drafter.dtype)
+def fused_step(
+    drafter: Eagle3Drafter,
+    docs: list,
+    steps: int,
+    alignment: str = "exact",
+    dtype: torch.dtype | None = None,
+    **options,
+) -> UnrollLoss:
+    """`tests.drafters.train_step` by the written-out passes, on the drafter's device."""
+    target_ids, device = drafter.target_ids, drafter.fc.weight.device
+    batch = pack(docs, steps, None if target_ids is None else drafter.t2d.cpu().numpy(), alignment, with_layout=True)
+    batch, dtype = batch.to(device), dtype or drafter.dtype
+    teacher = Teacher(drafter.shape.vocab_size, drafter.shape.hidden_size).to(
+        device, torch.promote_types(dtype, torch.float32)
+    )
     head = DraftTeacher(lambda states: normed(teacher, states), teacher.weight * 0.7, target_ids)
-    step = FusedStep(drafter, head, drafter.dtype, **options, chunk_bytes=4000)
-    layout = lay_out(batch.slots, batch.input_ids, batch.cu_seqlens)
-    return step(batch, layout, 0.8 ** torch.arange(steps, dtype=drafter.dtype) / batch.row_counts.clamp_min(1))
+    step = FusedStep(drafter, head, dtype, **options, chunk_bytes=4000)
+    assert batch.layout is not None
+    weights = 0.8 ** torch.arange(steps, dtype=drafter.dtype, device=device) / batch.row_counts.clamp_min(1)
+    return step(batch, batch.layout, weights)
 
 
 def normed(teacher: Teacher, states: Tensor) -> Tensor:

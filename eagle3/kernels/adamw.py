@@ -1,5 +1,8 @@
 """AdamW's update of one tensor in a single pass over memory, with clipping and the copy for matrix products in it."""
 
+# Triton comes with torch on a GPU machine only.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import triton
@@ -24,7 +27,8 @@ def adamw_(
 ) -> None:
     """Updates weight and moments (fp32, contiguous, of one size) in place, and `copy` to the new weight in its dtype.
 
-    `clip` is a scalar tensor that multiplies the gradient. The arithmetic is torch.optim.AdamW's.
+    `clip` is a scalar tensor that multiplies the gradient; where it is NaN nothing changes. The
+    arithmetic is torch.optim.AdamW's.
     """
     count = weight.numel()
     correction = 1 - betas[0] ** step, 1 - betas[1] ** step
@@ -54,8 +58,9 @@ def _adamw(
     COPY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    live = at < count
-    g = tl.load(grad + at, mask=live, other=0.0) * tl.load(clip)
+    factor = tl.load(clip)
+    live = (at < count) & (factor == factor)  # NaN: the gradient is not finite
+    g = tl.load(grad + at, mask=live, other=0.0) * factor
     m = tl.load(first + at, mask=live, other=0.0)
     v = tl.load(second + at, mask=live, other=0.0)
     m += (1 - beta1) * (g - m)

@@ -4,12 +4,14 @@ Queries are walked in ascending position whatever the rows' order, so that a blo
 only its two ends are masked. The rows' own columns are joined afterwards (`own`).
 """
 
+# Triton comes with torch on a GPU machine only.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,8 +63,8 @@ def attend_columns(
         value,
         out,
         lse,
-        layout.order[step],
-        layout.ascending[step],
+        layout.order(step),
+        layout.ascending(step),
         layout.starts,
         rows,
         query.stride(0),
@@ -101,10 +103,48 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, PADDED], tl.float32)
     mixed, top, total = _walk(
-        mixed, top, total, q, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, False, KEYS, WIDTH, PADDED
+        mixed,
+        top,
+        total,
+        q,
+        k,
+        v,
+        stride,
+        low,
+        one,
+        two,
+        high,
+        slot,
+        start,
+        scale,
+        lane,
+        wide,
+        False,
+        KEYS,
+        WIDTH,
+        PADDED,
     )
     mixed, top, total = _walk(
-        mixed, top, total, q, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, True, KEYS, WIDTH, PADDED
+        mixed,
+        top,
+        total,
+        q,
+        k,
+        v,
+        stride,
+        low,
+        one,
+        two,
+        high,
+        slot,
+        start,
+        scale,
+        lane,
+        wide,
+        True,
+        KEYS,
+        WIDTH,
+        PADDED,
     )
     live = index < rows
     place = out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
@@ -172,7 +212,7 @@ def _walk(
     MASKED: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Takes the columns that all queries of a block see, [one, two), or the rest into their running softmax."""
-    for turn in range(0, _turns(low, one, two, high, MASKED, KEYS)):
+    for turn in range(_turns(low, one, two, high, MASKED, KEYS)):
         at = _place(turn, low, one, two, MASKED, KEYS)
         k = _tile(key, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
         score = tl.dot(q, tl.trans(k), input_precision="tf32x3")
@@ -204,10 +244,10 @@ def attend_columns_backward(
     grad_query: Tensor,
     grad_columns: Tensor,
 ) -> None:
-    """Gradients of the queries [n, …] (row stride as `query`) and of the columns, added to grad_columns fp32 [T, 2 kv_heads * D].
+    """Gradients of the queries [n, …], of `query`'s row stride, and of the columns, added to fp32 [T, 2 kv_heads * D].
 
-    `lse` and `delta` [q_heads, n], queries in ascending order: the log-sum-exps and Σ out * grad_out of the whole softmax,
-    own columns included.
+    `lse` and `delta` [q_heads, n], queries in ascending order: the log-sum-exps and Σ out * grad_out of the whole
+    softmax, own columns included.
     """
     q_heads, kv_heads, width = heads
     rows = len(query)
@@ -221,8 +261,8 @@ def attend_columns_backward(
         lse,
         delta,
         grad_query,
-        layout.order[step],
-        layout.ascending[step],
+        layout.order(step),
+        layout.ascending(step),
         layout.starts,
         rows,
         query.stride(0),
@@ -245,10 +285,10 @@ def attend_columns_backward(
         lse,
         delta,
         grad_columns,
-        layout.order[step],
-        layout.ascending[step],
+        layout.order(step),
+        layout.ascending(step),
         layout.starts,
-        layout.key_ranges[step],
+        layout.key_ranges(step),
         rows,
         layout.tokens,
         query.stride(0),
@@ -266,7 +306,8 @@ def attend_columns_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def _queries(
-    query, key, value, grad_out, lse, delta, grad_query, order, slots, starts, rows, stride, q_heads, heads_to_key, scale,
+    query, key, value, grad_out, lse, delta, grad_query, order, slots, starts, rows, stride, q_heads, heads_to_key,
+    scale,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of queries."""
@@ -287,12 +328,12 @@ def _queries(
     v = value + head // heads_to_key * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
     total = _walk_back(
-        total, q, g, log_sum, share, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, False, KEYS, WIDTH,
-        PADDED,
+        total, q, g, log_sum, share, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, False, KEYS,
+        WIDTH, PADDED,
     )  # fmt: skip
     total = _walk_back(
-        total, q, g, log_sum, share, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, True, KEYS, WIDTH,
-        PADDED,
+        total, q, g, log_sum, share, k, v, stride, low, one, two, high, slot, start, scale, lane, wide, True, KEYS,
+        WIDTH, PADDED,
     )  # fmt: skip
     place = grad_query + head * WIDTH + row[:, None] * stride + lane[None, :]
     tl.store(place, (total * scale).to(grad_query.dtype.element_ty), mask=(index < rows)[:, None] & wide[None, :])
@@ -304,7 +345,7 @@ def _walk_back(
     MASKED: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Adds what the columns that all queries of a block see, or the rest, give to the queries' gradient."""
-    for turn in range(0, _turns(low, one, two, high, MASKED, KEYS)):
+    for turn in range(_turns(low, one, two, high, MASKED, KEYS)):
         at = _place(turn, low, one, two, MASKED, KEYS)
         k = _tile(key, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
         v = _tile(value, at, high, stride, lane, wide, MASKED, KEYS, WIDTH == PADDED)
@@ -341,12 +382,12 @@ def _columns(
     grad_value = tl.zeros([KEYS, PADDED], tl.float32)
     heads = q_heads // kv_heads
     grad_key, grad_value = _gather(
-        grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads, group * heads,
-        heads, begin, full, whole, end, column, scale, lane, wide, False, QUERIES, WIDTH, PADDED,
+        grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads,
+        group * heads, heads, begin, full, whole, end, column, scale, lane, wide, False, QUERIES, WIDTH, PADDED,
     )  # fmt: skip
     grad_key, grad_value = _gather(
-        grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads, group * heads,
-        heads, begin, full, whole, end, column, scale, lane, wide, True, QUERIES, WIDTH, PADDED,
+        grad_key, grad_value, k, v, query, grad_out, lse, delta, order, slots, starts, rows, stride, q_heads,
+        group * heads, heads, begin, full, whole, end, column, scale, lane, wide, True, QUERIES, WIDTH, PADDED,
     )  # fmt: skip
     inside = (column < tokens)[:, None] & wide[None, :]
     place = grad_columns + column.to(tl.int64)[:, None] * (2 * kv_heads * WIDTH) + group * WIDTH + lane[None, :]
@@ -361,9 +402,9 @@ def _gather(
     heads, begin, full, whole, end, column, scale, lane, wide,
     MASKED: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a group's queries give to a block of columns: those in [full, whole) see all of it, or else the rest."""
+    """Adds what a group's queries give to a block of columns: those in [full, whole) see all of it, or the rest."""
     tiles = _turns(begin, full, whole, end, MASKED, QUERIES)
-    for turn in range(0, tiles * heads):
+    for turn in range(tiles * heads):
         head = first_head + turn // tiles
         index = _place(turn % tiles, begin, full, whole, MASKED, QUERIES) + tl.arange(0, QUERIES)
         near = tl.minimum(index, end - 1) if MASKED else index

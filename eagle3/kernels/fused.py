@@ -1,5 +1,8 @@
 """Triton versions of the row-wise kernels; what each computes is said in `plain`."""
 
+# Triton comes with torch on a GPU machine only.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -58,12 +61,10 @@ def attend_backward(
     query, key, value, columns = _parts(qkv, step, heads, layout)
     first, last = layout.bounds(step)
     grad_query = grads[first:last]
-    delta = deltas(out, grad_out, heads[0], layout.order[step])
+    delta = deltas(out, grad_out, heads[0], layout.order(step))
     attend_columns_backward(query, key, value, step, heads, layout, lse, delta, grad_out, grad_query, column_grads)
     if step:
-        join_backward(
-            query, columns, step, heads, layout, lse, delta, grad_out, grad_query, own_weights, own_scores
-        )
+        join_backward(query, columns, step, heads, layout, lse, delta, grad_out, grad_query, own_weights, own_scores)
 
 
 def _parts(

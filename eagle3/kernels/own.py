@@ -1,8 +1,11 @@
 """A row's own columns: the few keys and values that its later unroll steps added, joined to the softmax over the rest.
 
-Every row has its own, so nothing here is a matrix product. Per query and step they are one score each; what the backward
-pass needs of them is kept in fp32 [steps, q_heads, n].
+Every row has its own, so nothing here is a matrix product. Per query and step they are one score each; what the
+backward pass needs of them is kept in fp32 [steps, q_heads, n].
 """
+
+# Triton comes with torch on a GPU machine only.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ ROWS = 16  # rows to a program
 def join(
     query: Tensor, columns: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor
 ) -> None:
-    """Joins the columns of steps 1 … step to `out` [n, q_heads * D] and `lse` [q_heads, n] of the step-0 columns, in place.
+    """Joins the columns of steps 1 … step to `out` [n, q_heads * D] and `lse` [q_heads, n] of step 0's, in place.
 
-    `query` [n, …] and `columns` (all steps' keys and values, stacked as the layout says) share a row stride; `lse` is in
-    ascending order of queries.
+    `query` [n, …] and `columns` (all steps' keys and values, stacked as the layout says) share a row stride; `lse` is
+    in ascending order of queries.
     """
     q_heads, kv_heads, width = heads
     _join[(triton.cdiv(len(query), ROWS), q_heads)](
@@ -33,7 +36,7 @@ def join(
         columns,
         out,
         lse,
-        layout.order[step],
+        layout.order(step),
         layout.offsets,
         len(query),
         query.stride(0),
@@ -60,7 +63,10 @@ def _join(
     row = tl.load(order + index, mask=live, other=0).to(tl.int64)
     lane = tl.arange(0, PADDED)
     both = live[:, None] & (lane < WIDTH)[None, :]
-    q = tl.load(query + row[:, None] * stride + head * WIDTH + lane[None, :], mask=both, other=0.0).to(tl.float32) * scale
+    q = (
+        tl.load(query + row[:, None] * stride + head * WIDTH + lane[None, :], mask=both, other=0.0).to(tl.float32)
+        * scale
+    )
     place = out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
     mixed = tl.load(place, mask=both, other=0.0).to(tl.float32)
     top = tl.load(lse + head * rows + index, mask=live, other=0.0)
@@ -98,9 +104,7 @@ def deltas(out: Tensor, grad_out: Tensor, q_heads: int, order: Tensor) -> Tensor
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _deltas(
-    out, grad_out, found, order, rows, q_heads, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr
-):
+def _deltas(out, grad_out, found, order, rows, q_heads, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     head = tl.program_id(1)
     live = index < rows
@@ -137,7 +141,7 @@ def join_backward(
         grad_query,
         own_weights,
         own_scores,
-        layout.order[step],
+        layout.order(step),
         layout.offsets,
         len(query),
         query.stride(0),
@@ -167,7 +171,9 @@ def _join_backward(
     both = live[:, None] & (lane < WIDTH)[None, :]
     at = row[:, None] * stride + head * WIDTH + lane[None, :]
     q = tl.load(query + at, mask=both, other=0.0).to(tl.float32)
-    grad = tl.load(grad_out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :], mask=both, other=0.0).to(tl.float32)
+    grad = tl.load(grad_out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :], mask=both, other=0.0).to(
+        tl.float32
+    )
     total = tl.load(grad_query + at, mask=both, other=0.0).to(tl.float32)
     log_sum = tl.load(lse + head * rows + index, mask=live, other=0.0)
     share = tl.load(delta + head * rows + index, mask=live, other=0.0)

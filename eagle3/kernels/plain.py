@@ -86,7 +86,7 @@ def rotate_backward_(
     sin: Tensor,
     rotated: int,
 ) -> None:
-    """Turns gradients of `rotate_`'s result into those of its rows, in place, and adds them to `embedded_grads` (fp32)."""
+    """Turns gradients of `rotate_`'s result into those of its rows, in place; adds them to `embedded_grads` (fp32)."""
     turned = _turn(_wide(grads), positions[slots] + step, cos, -sin, rotated)
     grads.copy_(turned)
     tokens = slots + 1 + step
@@ -134,9 +134,7 @@ def swiglu_backward_(gate_up: Tensor, grad: Tensor) -> None:
     grad.copy_(product)
 
 
-def attend(
-    qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor
-) -> None:
+def attend(qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor) -> None:
     """Attention of one unroll step into out [n, q_heads * D]; `lse` [q_heads, n] fp32 receives the log-sum-exps.
 
     `qkv` [M + T, (q_heads + 2 kv_heads) * D] holds rotated queries, keys and values of all steps and, in its last T
@@ -170,7 +168,7 @@ def attend_backward(
 ) -> None:
     """The gradient of `attend` with respect to queries (into `grads`) and step-0 columns (added to `column_grads`).
 
-    `grad_out` [n, q_heads * D]; `grads` [M + T, …] is laid out as qkv; `column_grads` [T, 2 kv_heads * D] fp32. What the
+    `grad_out` [n, q_heads * D]; `grads` [M + T, …] is laid out as qkv; `column_grads` [T, 2 kv_heads * D] fp32. What
     own columns need is left in own_weights and own_scores [steps, q_heads, n]: `own_backward` collects it from all
     steps at once.
     """
@@ -277,9 +275,9 @@ def compare_(
 ) -> tuple[Tensor, Tensor]:
     """Row losses [n] and argmaxes [n] of draft logits [n, D]; the logits are replaced by the loss's gradient.
 
-    Row i is compared with row index[i] of the teacher's logits [U, D] over the same draft vocabulary, whose log-sum-exps
-    are `teacher_sums` [U]; its gradient is scaled by weights[i] (the losses are not). `mix` weighs soft cross-entropy,
-    reverse KL, total variation and LK, as `eagle3.loss` defines them.
+    Row i is compared with row index[i] of the teacher's logits [U, D] over the same draft vocabulary, whose
+    log-sum-exps are `teacher_sums` [U]; its gradient is scaled by weights[i] (the losses are not). `mix` weighs soft
+    cross-entropy, reverse KL, total variation and LK, as `eagle3.loss` defines them.
     """
     cross, reverse, variation, lk = mix
     log_q, log_p = torch.log_softmax(_wide(logits), -1), (_wide(teacher) - teacher_sums[:, None])[index]

