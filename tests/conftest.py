@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 from eagle3.config import Config, HardwareConfig, LayersConfig, ModelConfig
 from eagle3.prepared import PreparedWriter
 from eagle3.tokens import Sample, Tokens, sample_id
+
+# A shell that starts the tests in the background ignores Ctrl-C for them and all their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
