@@ -34,6 +34,7 @@ def prefetched(batches: Iterator[PackedBatch], device: torch.device, depth: int 
 
     def read() -> None:
         try:
+            torch.cuda.set_device(device)  # a thread starts with the first one
             stream = torch.cuda.Stream(device)
             for batch in batches:
                 if stopped.is_set():

@@ -96,7 +96,7 @@ def rotate_backward_(
 
 def _turn(rows: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
     half = cos.shape[1]
-    heads = rows.view(rows.shape[0], -1, 2 * half)
+    heads = rows.view(rows.shape[0], rows.shape[1] // (2 * half), 2 * half)
     first, second = heads[:, :rotated, :half], heads[:, :rotated, half:]
     c, s = cos[positions][:, None], sin[positions][:, None]
     turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)

@@ -129,9 +129,8 @@ def _kind(kernel: str) -> str:
     return kernel.split("<")[0].removeprefix("void ")[-48:]
 
 
-def measure(name: str, case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
-    """One case: ours, then each peer in a process of its own, and the ratios."""
-    found: dict[str, Any] = {"case": name, **dataclasses.asdict(case), "unroll_steps": STEPS}
+def measure(found: dict[str, Any], case: Case, rate: float) -> None:
+    """Our step in one case."""
     try:
         ours = Ours(case)
         measured = time_steps(ours.step, steps=15 if case.tokens <= 16384 else 5, warmup=3)
@@ -149,11 +148,6 @@ def measure(name: str, case: Case, rate: float, with_peers: bool) -> dict[str, A
         found["ours"] = {"error": str(error).split(".")[0]}
     gc.collect()
     torch.cuda.empty_cache()
-    for peer in case.peers if with_peers else ():
-        found[peer] = run_peer(peer, case)
-        if "tokens_per_s" in found[peer] and "tokens_per_s" in found["ours"]:
-            found[f"ratio_to_{peer}"] = round(found["ours"]["tokens_per_s"] / found[peer]["tokens_per_s"], 3)
-    return found
 
 
 def run_peer(peer: str, case: Case) -> dict[str, Any]:
@@ -169,7 +163,7 @@ def run_peer(peer: str, case: Case) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the chosen cases and writes one file, after each case anew."""
+    """Runs the chosen cases and writes one file, after each measurement anew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
@@ -185,14 +179,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "versions": {name: version(name) for name in ("torch", "triton", "transformers")},
         "cases": [],
     }
-    for name in chosen.cases:
-        found = measure(name, CASES[name], rate, not chosen.no_peers)
-        result["cases"].append(found)
+
+    def save() -> None:
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    for name in chosen.cases:
+        case = CASES[name]
+        found: dict[str, Any] = {"case": name, **dataclasses.asdict(case), "unroll_steps": STEPS}
+        result["cases"].append(found)
+        measure(found, case, rate)
+        save()
         ours = found["ours"]
-        line = {key: ours.get(key) for key in ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")}
-        peers = {key: value for key, value in found.items() if key.startswith("ratio")}
-        say(f"{name}: {line} {peers}")
+        shown = ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")
+        say(f"{name}: { {key: ours[key] for key in shown if key in ours} }")
+        for peer in () if chosen.no_peers else case.peers:
+            found[peer] = run_peer(peer, case)
+            if "tokens_per_s" in found[peer] and "tokens_per_s" in ours:
+                found[f"ratio_to_{peer}"] = round(ours["tokens_per_s"] / found[peer]["tokens_per_s"], 3)
+            save()
+            say(f"{name}: {peer} {found[peer]} ratio {found.get(f'ratio_to_{peer}')}")
 
 
 if __name__ == "__main__":
