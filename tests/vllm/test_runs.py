@@ -188,7 +188,14 @@ def test_ctrl_c_leaves_a_resumable_store_and_no_process(folder: Path, tmp_path: 
     # Slow enough to be caught in the middle: one document at a time.
     slow = "+hardware.engine_options.max_num_seqs=1"
     extract = command(folder, tmp_path, *given, "stage=extract", slow)
-    process = subprocess.Popen(extract, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        extract,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 300
     while not shards_of(tmp_path) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
