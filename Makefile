@@ -1,4 +1,5 @@
-# Two commands: `make demo` sets up and runs the whole pipeline; `make test` sets up and passes the tests.
+# Three commands: `make demo` sets up and runs the whole pipeline; `make test` sets up and passes the tests;
+# `make test-vllm` does so for those that start the real vLLM.
 # A machine needs Python 3.11 or newer, pip and gcc.
 
 PYTHON ?= python3
@@ -37,7 +38,7 @@ lint: setup-test
 test: lint
 	$(BIN)/python -m pytest
 
-# The real vLLM on the CPU, in an environment of its own: 3.5 GB, and about 25 engine starts of half a minute.
+# The real vLLM on the CPU, in an environment of its own: 3.5 GB, and at most 25 engine starts of half a minute.
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
