@@ -87,9 +87,12 @@ class Adapter(ABC):
         """Raises RequestError unless the checkpoint's architecture is one of this family."""
         found = list(getattr(config, "architectures", None) or [])
         if not set(found) & set(self.architectures):
+            known = families()
+            right = [name for name, family in sorted(known.items()) if set(found) & set(family.architectures)]
+            hint = f"{right[0]} is the one for it" if right else f"none of {sorted(known)} answers for it"
             raise RequestError(
                 f"{where}: found architectures {found}, expected one of {list(self.architectures)} for the adapter "
-                f"'{self.name}'; see `eagle3 stage=adapters` for the families and adapters/README.md to add one"
+                f"'{self.name}'; {hint}: see `eagle3 stage=adapters` for the families and adapters/README.md to add one"
             )
 
     def shape(self, config: Any) -> TargetShape:

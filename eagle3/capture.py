@@ -118,9 +118,11 @@ class Capture:
         missing: Mapping[int, Sequence[int]],
         max_failed: int,
         advance: Advance,
+        foretold_bytes: float | None = None,
     ) -> CaptureCount:
         """Captures what is missing; `samples` is the whole prepared set, `advance` hears of every token.
 
+        `foretold_bytes`: what a rehearsal wrote for one token at one layer; the first samples are held against it.
         Raises StageFailed when more than `max_failed` samples of the store are lost or the disk is full, RequestError
         when the folder cannot be written, StoreError when the engine loses a sample.
         """
@@ -134,7 +136,7 @@ class Capture:
             if self.settled(self.plans[number]) is not None:
                 self._warn_of_versions(self.plans[number], f"{info.name} {info.version}")
         if isinstance(engine, ShardEngine):
-            check_first(self, engine, samples, missing)
+            check_first(self, engine, samples, missing, foretold_bytes)
             stream(self, engine, samples, missing, tally)
             missing = {}
         for number, layer_ids in missing.items():

@@ -41,6 +41,16 @@ class Footprint:
         parts = {"weights": self.weights, "keys and values": self.key_values, "a batch": self.working}
         return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in {**parts, "context": self.context}.items())
 
+    def verdict(self, room: int) -> tuple[bool, str]:
+        """Whether it fits into `room` bytes of a GPU, and in words: how much is missing, which settings change it."""
+        detail = f"{self.total / 1e9:.1f} of {room / 1e9:.1f} GB a GPU ({self.describe()})"
+        if self.total > room:
+            detail += (
+                f"; {(self.total - room) / 1e9:.1f} GB too much: raise hardware.tensor_parallel_size or "
+                "hardware.engine_options.gpu_memory_utilization, or lower hardware.batch_tokens"
+            )
+        return self.total <= room, detail
+
 
 def weight_bytes(target: Target, ranks: int, num_layers: int | None = None) -> int:
     """Bytes of the weights on one of `ranks` GPUs; of the first `num_layers` layers only when that is given.

@@ -216,6 +216,7 @@ def _store_pass(
     outcome.numbers.update(
         tokens_per_s=round(count.tokens / report["seconds"]),
         bytes_per_token=round(size / max(count.tokens, 1)),
+        bytes_per_state=sum(rank["bytes"] for rank in report["ranks"]) / sum(lengths) / len(layer_ids),
         written_bytes_per_s=round(size / report["seconds"]),
         working_bytes=max(rank["working_bytes"] for rank in report["ranks"]),
         ring_bytes=max(rank["ring_bytes"] for rank in report["ranks"]),
@@ -270,14 +271,7 @@ def _forecast(
     numbers["memory_bytes_per_gpu"] = need.total
     if total := min(rank["memory_total_bytes"] for rank in engine.ranks):
         share = cfg.hardware.engine_options.get("gpu_memory_utilization", MEMORY_SHARE)
-        room = int(total * share)
-        detail = f"{need.total / 1e9:.1f} of {room / 1e9:.1f} GB a GPU ({need.describe()})"
-        if need.total > room:
-            detail += (
-                f"; {(need.total - room) / 1e9:.1f} GB too much: raise hardware.tensor_parallel_size or "
-                "hardware.engine_options.gpu_memory_utilization, or lower hardware.batch_tokens"
-            )
-        outcome.add("memory", need.total <= room, detail)
+        outcome.add("memory", *need.verdict(int(total * share)))
     # Layers cost alike; what is there once (embedding, scheduling) is counted with them, which errs on the slow side.
     speed = numbers["tokens_per_s"] * depth / target.shape.num_layers
     numbers["forecast_tokens_per_s"] = round(speed)

@@ -7,17 +7,17 @@ threads of this process, which waits for them when too many are behind: a slow d
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-
-from eagle3.engines import CapturedStates, EngineInfo
+from eagle3.engines import EngineInfo
 from eagle3.errors import EngineError, StoreError
-from eagle3.shards import Layout, ShardPlan, ShardWriter
+from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file, data_start, read_rows
 
 if TYPE_CHECKING:
     from eagle3.capture import Capture, Tally
@@ -30,7 +30,9 @@ FIRST_SAMPLES = 10
 
 @runtime_checkable
 class ShardEngine(Protocol):
-    """An engine that writes shards by itself."""
+    """An engine that writes shards by itself; `last_capture` is the report of its last capture (vllm_capture)."""
+
+    last_capture: dict[str, Any]
 
     @property
     def longest_sample(self) -> int:
@@ -39,10 +41,6 @@ class ShardEngine(Protocol):
 
     def info(self) -> EngineInfo:
         """What is loaded."""
-        ...
-
-    def capture(self, samples: Sequence[Sample], layer_ids: Sequence[int]) -> Iterator[CapturedStates]:
-        """Yields each sample's states, read back from a file."""
         ...
 
     def capture_shards(
@@ -112,27 +110,49 @@ def _open_shards(
 
 
 def check_first(
-    capture: Capture, engine: ShardEngine, samples: Sequence[Sample], missing: Mapping[int, Sequence[int]]
+    capture: Capture,
+    engine: ShardEngine,
+    samples: Sequence[Sample],
+    missing: Mapping[int, Sequence[int]],
+    foretold_bytes: float | None = None,
 ) -> None:
-    """Captures a few samples and reads them back before the rest may start. EngineError when they are not states."""
+    """Captures a few samples into a shard of their own and reads it back before the rest may start.
+
+    `foretold_bytes` is what a rehearsal wrote for one token at one layer. EngineError when what came is not the states
+    of these samples; that the rows have their token ids is what the workers match them by.
+    """
+    from eagle3.engines.vllm_capture import ShardWork
+
     longest = min(capture.max_length, engine.longest_sample)
     rows = (row for number in missing for row in capture.plans[number].rows)
     first = list(itertools.islice((samples[r] for r in rows if len(samples[r].input_ids) <= longest), FIRST_SAMPLES))
-    layer_ids = next(iter(missing.values()), ())
-    lengths = {sample.id: len(sample.input_ids) for sample in first}
-    dtype, infinite, seen = getattr(torch, engine.info().dtype), 0, 0
-    for caught in engine.capture(first, layer_ids):
-        seen += 1
-        for layer_id, state in caught.states.items():
-            expected = (lengths[caught.sample_id], capture.layout.hidden_size)
-            if tuple(state.shape) != expected or state.dtype != dtype:
-                raise EngineError(
-                    f"{engine.info().name}: sample {caught.sample_id} came back as {tuple(state.shape)} {state.dtype} "
-                    f"at layer {layer_id}, expected {expected} {dtype}; is this the model that its config describes?"
-                )
-        infinite += not all(bool(state.isfinite().all()) for state in caught.states.values())
-    if seen != len(first) or 2 * infinite > seen:
+    if not first:
+        return
+    layout, layer_ids, info = capture.layout, next(iter(missing.values())), engine.info()
+    plan = ShardPlan(0, tuple(range(len(first))), tuple(s.id for s in first), tuple(len(s.input_ids) for s in first))
+    # Among the store's own leftovers, so that a killed run's is cleaned away with them.
+    with tempfile.TemporaryDirectory(prefix="shard-first-", suffix=".tmp", dir=capture.folder) as name:
+        with ShardWriter(Path(name), layout, plan, layer_ids) as writer:
+            for done in engine.capture_shards([ShardWork(writer, first)], layer_ids, layout):
+                done.writer.close(first, {"name": info.name, "version": info.version})
+        written = sum(rank["bytes"] for rank in engine.last_capture["ranks"]) / plan.tokens / len(layer_ids)
+        expected = foretold_bytes or layout.row_bytes
+        if written != expected:
+            raise EngineError(
+                f"{info.name}: the first {len(first)} samples took {written:g} bytes for a token at a layer, expected "
+                f"{expected:g} as in the rehearsal; is this the model that its config describes?"
+            )
+        broken = set(writer.rejected)
+        for layer_id in layer_ids:
+            path = Path(name) / plan.name / layout.file_name(layer_id)
+            if problem := check_layer_file(path, layout, plan, layer_id, checksums=True):
+                raise EngineError(f"{info.name}: of the first {len(first)} samples, {path.name} {problem}")
+            for sample, start in zip(first, plan.starts, strict=True):
+                state = read_rows(path, layout, data_start(path), start, len(sample.input_ids))
+                if not state.isfinite().all():
+                    broken.add(sample.id)
+    if 2 * len(broken) > len(first):
         raise EngineError(
-            f"{engine.info().name}: of the first {len(first)} samples {seen} came back, {infinite} of them with "
-            "numbers that are not finite; nothing was stored: try `eagle3 stage=rehearse`, or another model.dtype"
+            f"{info.name}: of the first {len(first)} samples {len(broken)} have states that are not finite; nothing "
+            "was stored: try `eagle3 stage=rehearse`, or another model.dtype"
         )

@@ -114,6 +114,10 @@ def test_another_family_is_refused():
     config = published(LlamaConfig(), "GemmaForCausalLM")
     with pytest.raises(RequestError, match=r"^here: found architectures \['GemmaForCausalLM'\].*stage=adapters"):
         LlamaAdapter().check(config, "here")
+    with pytest.raises(RequestError, match=r"none of \['deepseek_v3', .*'qwen'\] answers for it.*README.md to add one"):
+        LlamaAdapter().check(config, "here")
+    with pytest.raises(RequestError, match=r"for the adapter 'llama'; gpt_oss is the one for it"):
+        LlamaAdapter().check(published(LlamaConfig(), "GptOssForCausalLM"), "here")
 
 
 def test_residual_of_each_kind_of_layer_output():

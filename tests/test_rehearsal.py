@@ -54,6 +54,15 @@ def test_a_footprint_says_what_it_is_made_of() -> None:
     assert need.describe() == "weights 76.0, keys and values 1.0, a batch 5.5, context 1.5"
 
 
+def test_too_little_memory_says_how_much_is_missing_and_what_to_change() -> None:
+    need = Footprint(weights=90_000_000_000, key_values=1_000_000_000, working=5_000_000_000, context=1_000_000_000)
+    assert need.verdict(100_000_000_000)[0]
+    fits, detail = need.verdict(86_400_000_000)
+    assert not fits
+    assert detail.startswith("97.0 of 86.4 GB a GPU (weights 90.0")
+    assert "10.6 GB too much: raise hardware.tensor_parallel_size or" in detail
+
+
 def test_kimi_shrinks_to_a_dense_and_two_expert_layers(kimi: Any, tmp_path: Path) -> None:
     depth = shrunken_checkpoint(kimi, captured=4, folder=tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

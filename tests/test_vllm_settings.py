@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, HardwareConfig, ModelConfig
+from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_seams import SEAMS, check_version, missing_seams
-from eagle3.engines.vllm_settings import engine_arguments, engine_environment
+from eagle3.engines.vllm_settings import check_devices, engine_arguments, engine_environment
 from eagle3.errors import RequestError
 from tests.vllm.checkpoints import deepseek_v3
 
@@ -99,6 +101,19 @@ def test_ranks_on_a_cpu_have_a_core_each(tiny_target: Path) -> None:
     assert found["OMP_NUM_THREADS"] == "1"
 
 
+def test_too_few_gpus_are_said(tiny_target: Path) -> None:
+    cfg, _ = configured(tiny_target, accelerator="gpu", tensor_parallel_size=4096)
+    with pytest.raises(RequestError, match=r"tensor_parallel_size: 4096, but this machine has \d+ GPUs; try another"):
+        check_devices(cfg)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_vllm_that_is_not_installed_names_the_extra(tiny_target: Path, tmp_path: Path) -> None:
+    cfg, target = configured(tiny_target)
+    with pytest.raises(RequestError, match=r"vllm is not installed; try `pip install 'eagle3\[vllm\]'`"):
+        VllmEngine(cfg, target, log_file=tmp_path / "engine.log")
+
+
 def test_versions_are_judged() -> None:
     assert check_version("0.32.0") == (True, "0.32.0, within the tested range 0.26 to 0.32")
     assert check_version("0.26.1")[0]
@@ -135,7 +150,5 @@ def test_a_version_out_of_range_has_its_seams_verified(tmp_path: Path, monkeypat
 
 
 def test_missing_seams_are_named_when_vllm_is_absent_or_whole() -> None:
-    import importlib.util
-
     found = missing_seams() if importlib.util.find_spec("vllm") is None else None
     assert found is None or len(found) == len(SEAMS)

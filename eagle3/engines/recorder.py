@@ -240,8 +240,8 @@ class Recorder:
         self._filled.put(slot)
 
     def fail(self, error: BaseException) -> None:
-        """Stops the capture with an error of the hooks; `poll` reports it."""
-        self._fail(error)
+        """Stops the capture with an error of the hooks in the batch in flight; `poll` reports it."""
+        self._fail(error, self._current)
 
     def poll(self) -> dict[str, Any]:
         """What happened since the last poll: finished shards of this rank, the failure, counts and seconds so far."""

@@ -24,6 +24,7 @@ from eagle3.engines.vllm_load import LoadWatch
 from eagle3.engines.vllm_process import EngineProcess
 from eagle3.engines.vllm_settings import check_devices, engine_arguments, engine_environment, installed_version
 from eagle3.errors import EngineError, RequestError
+from eagle3.layers import check_ids
 from eagle3.shards import Layout, ShardPlan, ShardWriter
 
 if TYPE_CHECKING:
@@ -110,8 +111,9 @@ class VllmEngine:
     def capture(self, samples: Sequence[Sample], layer_ids: Sequence[int]) -> Iterator[CapturedStates]:
         """Yields each sample's states, in the engine's dtype on the CPU; for a few samples: they pass through a file.
 
-        A sample with a state that is not finite comes as NaN.
+        A sample with a state that is not finite comes as NaN. RequestError for unknown, repeated or unsorted ids.
         """
+        layer_ids = check_ids(layer_ids, self.ranks[0]["num_layers"], "layer_ids")
         layout = Layout(self.target.shape.hidden_size, self.ranks[0]["dtype"], self.target.shape.num_layers)
         plan = ShardPlan(
             number=0,
@@ -121,9 +123,9 @@ class VllmEngine:
         )
         with (
             tempfile.TemporaryDirectory(prefix="eagle3-capture-") as folder,
-            ShardWriter(Path(folder), layout, plan, sorted(layer_ids)) as writer,
+            ShardWriter(Path(folder), layout, plan, layer_ids) as writer,
         ):
-            for _ in self.capture_shards([ShardWork(writer, samples)], sorted(layer_ids), layout):
+            for _ in self.capture_shards([ShardWork(writer, samples)], layer_ids, layout):
                 for sample, start in zip(samples, plan.starts, strict=True):
                     rows = {k: writer.files[k].read(start, len(sample.input_ids)) for k in layer_ids}
                     if sample.id in writer.rejected:
@@ -179,7 +181,7 @@ class VllmEngine:
                     request_id = f"generate-{next(self._process.numbers)}"
                     running[request_id] = prompt
                     requests.append((request_id, [int(i) for i in prompt.input_ids], {}))
-                    requests[-1][2].update(_sampling(prompt, temperature, seed, stop_ids))
+                    requests[-1][2].update(sampling_parameters(prompt, temperature, seed, stop_ids))
                 self._process.submit(requests)
             if not running:
                 return
@@ -188,6 +190,10 @@ class VllmEngine:
                 if prompt is None:  # of a capture that was broken off
                     continue
                 yield Generation(prompt.key, token_ids, "stop" if reason == "stop" else "length")
+
+    def margin(self, token_ids: Sequence[int], chosen: int) -> float:
+        """How much more probable (natural logarithm) the model's own choice after `token_ids` is than `chosen`."""
+        return float(self._process.ask("margin", [int(i) for i in [*token_ids, chosen]]))
 
     def close(self) -> None:
         """Ends the engine's processes; GPU memory is free afterwards."""
@@ -216,7 +222,8 @@ class VllmEngine:
                 log.warning("%s", message)
 
 
-def _sampling(prompt: Prompt, temperature: float, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_parameters(prompt: Prompt, temperature: float, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """A prompt's `vllm.SamplingParams`; above temperature 0 each key has its own seed."""
     own = int.from_bytes(hashlib.sha256(f"{seed}:{prompt.key}".encode()).digest()[:4], "little")
     return {
         "max_tokens": prompt.max_new_tokens,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from eagle3.errors import EngineError
 
 
 class Tap:
-    """Forward hooks that hand a recorder the token ids, the positions and the states of every batch."""
+    """Forward hooks that hand a recorder the token ids, the positions and the states of every batch.
+
+    An error in one of them ends the capture, by the recorder, and leaves the engine as it is.
+    """
 
     def __init__(self, model: nn.Module, adapter: Adapter, layer_ids: list[int], recorder: Recorder) -> None:
         self.adapter, self.recorder = adapter, recorder
@@ -33,20 +37,30 @@ class Tap:
         owner = language_model(model, adapter)
         self._signatures = {"model": inspect.signature(owner.forward), "layer": inspect.signature(layers[0].forward)}
         self._handles = [
-            owner.register_forward_pre_hook(self._begin, with_kwargs=True),
-            owner.register_forward_hook(self._end),
+            owner.register_forward_pre_hook(self._guarded(self._begin), with_kwargs=True),
+            owner.register_forward_hook(self._guarded(self._end)),
         ]
         for number, k in enumerate(layer_ids):
             # Id k is what layer k-1 hands on; only the embedding has no layer before it.
             if k == 0:
-                self._handles.append(layers[0].register_forward_pre_hook(self._embedding(number), with_kwargs=True))
+                hook = self._guarded(self._embedding(number))
+                self._handles.append(layers[0].register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                self._handles.append(layers[k - 1].register_forward_hook(self._state(number)))
+                self._handles.append(layers[k - 1].register_forward_hook(self._guarded(self._state(number))))
 
     def remove(self) -> None:
         """Takes the hooks away."""
         for handle in self._handles:
             handle.remove()
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*given: Any) -> None:
+            try:
+                hook(*given)
+            except Exception as error:
+                self.recorder.fail(error)
+
+        return guarded
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._signatures["model"].bind(*args, **kwargs).arguments
@@ -76,13 +90,10 @@ class Tap:
         rows = self.recorder.batch_rows_now
         if any(part is not None and len(part) != rows for part in parts):
             shapes = [tuple(part.shape) for part in parts if part is not None]
-            self.recorder.fail(
-                EngineError(
-                    f"a layer handed on {shapes} in a batch of {rows} tokens: the engine shards tokens between layers; "
-                    "set hardware.engine_options.data_parallel_size=1 or enable_expert_parallel=false"
-                )
+            raise EngineError(
+                f"a layer handed on {shapes} in a batch of {rows} tokens: the engine shards tokens between layers; "
+                "set hardware.engine_options.data_parallel_size=1 or enable_expert_parallel=false"
             )
-            return
         # Only this rank's rows are summed and copied.
         cut = tuple(None if part is None else part[first:last] for part in parts)
         self.recorder.keep(number, self.adapter.residual(cut if isinstance(output, tuple) else cut[0]))

@@ -155,10 +155,12 @@ def _capture(
     lengths = [length for number in missing for length in capture.plans[number].lengths]
     with rehearse.open_rehearsed(cfg, run, target, lengths) as engine:
         run.note(adapter=target.adapter.name, engine=dataclasses.asdict(engine.info()))
+        foretold = rehearse.forecast(cfg, run, target)
         with run.progress(capture.tokens(missing), "tokens", "extract") as advance:
-            count = capture.run(engine, prepared.samples, missing, max_failed, advance)
+            bytes_per_state = foretold.get("bytes_per_state")
+            count = capture.run(engine, prepared.samples, missing, max_failed, advance, bytes_per_state)
         if report := getattr(engine, "last_capture", None):
-            _say_throughput(run, report, rehearse.forecast(cfg, run, target, capture.layer_ids))
+            _say_throughput(run, report, foretold)
         return count
 
 

@@ -46,34 +46,32 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if cfg.dry_run:
         run.log.info("rehearse: would start vllm on %s", target.shape.architecture)
         return {}
-    return perform(cfg, run, target, extract.wanted_ids(cfg.layers, target.shape.num_layers), lengths)
+    return perform(cfg, run, target, lengths)
 
 
 def open_rehearsed(cfg: Config, run: Run, target: Target, lengths: Sequence[int] | None = None) -> Engine:
     """The target's engine; what vllm loads is rehearsed first. `lengths` are those of the samples to capture."""
     if cfg.hardware.engine == "vllm" and cfg.rehearse.before_load and not engine_is_open(cfg, target):
-        from eagle3.stages import extract
-
-        layer_ids = extract.wanted_ids(cfg.layers, target.shape.num_layers)
-        numbers = forecast(cfg, run, target, layer_ids) or perform(cfg, run, target, layer_ids, lengths)
+        numbers = forecast(cfg, run, target) or perform(cfg, run, target, lengths)
         if lengths:
             speed, tokens = numbers["forecast_tokens_per_s"], sum(lengths)
             run.log.info("rehearse: passed; about %s for %s tokens", duration(tokens / speed), f"{tokens:,}")
     return open_engine(cfg, target, run.folder / "engine.log")
 
 
-def forecast(cfg: Config, run: Run, target: Target, layer_ids: Sequence[int]) -> dict[str, Any]:
+def forecast(cfg: Config, run: Run, target: Target) -> dict[str, Any]:
     """The numbers of a rehearsal of these settings that has passed on this machine; empty when there is none."""
-    artifact = _artifact(cfg, run, target, layer_ids)
+    if cfg.hardware.engine != "vllm":
+        return {}
+    artifact = _artifact(cfg, run, target, _layer_ids(cfg, target))
     return run.read(artifact).manifest()["metrics"] if artifact.complete else {}
 
 
-def perform(
-    cfg: Config, run: Run, target: Target, layer_ids: Sequence[int], lengths: Sequence[int] | None
-) -> dict[str, Any]:
+def perform(cfg: Config, run: Run, target: Target, lengths: Sequence[int] | None) -> dict[str, Any]:
     """Rehearses now; keeps the outcome when it passed."""
     from eagle3.rehearsal import Extraction, rehearse
 
+    layer_ids = _layer_ids(cfg, target)
     artifact = _artifact(cfg, run, target, layer_ids)
     root = run.artifacts.root
     root.mkdir(parents=True, exist_ok=True)
@@ -94,6 +92,12 @@ def perform(
         run.artifacts.commit(artifact, manifest)
     run.wrote(artifact)
     return metrics
+
+
+def _layer_ids(cfg: Config, target: Target) -> tuple[int, ...]:
+    from eagle3.stages import extract
+
+    return extract.wanted_ids(cfg.layers, target.shape.num_layers)
 
 
 def _artifact(cfg: Config, run: Run, target: Target, layer_ids: Sequence[int]) -> Artifact:

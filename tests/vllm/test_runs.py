@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,7 +22,7 @@ import torch
 from eagle3.capture import Capture
 from eagle3.engines import open_engine
 from eagle3.engines.vllm import VllmEngine
-from eagle3.errors import EngineError
+from eagle3.errors import EngineError, RequestError
 from eagle3.rehearsal import Extraction, rehearse
 from eagle3.shards import Layout, plan_shards
 from tests.vllm.checkpoints import llama
@@ -73,8 +74,26 @@ def test_the_store_is_the_one_that_transformers_writes(folder: Path, tmp_path: P
     ours, theirs = planned(samples, tmp_path / "vllm", ids), planned(samples, tmp_path / "transformers", ids)
     assert len(ours.plans) > 3
     with start("llama", folder, tmp_path / "engine.log") as engine:
+        spoilt_plan = dataclasses.replace(ours, folder=tmp_path / "spoilt")
+        bad = [dataclasses.replace(sample, input_ids=np.full_like(sample.input_ids, SPOILT)) for sample in samples]
+        (tmp_path / "spoilt").mkdir()
+        with pytest.raises(
+            EngineError, match=r"first 10 samples 10 have states that are not finite; nothing was stored"
+        ):
+            spoilt_plan.run(engine, bad, ours.missing(), 5, lambda tokens: None)
+        with pytest.raises(
+            EngineError, match=r"took 256 bytes for a token at a layer, expected 128 as in the rehearsal"
+        ):
+            spoilt_plan.run(engine, samples, ours.missing(), 5, lambda tokens: None, 128.0)
+        assert list((tmp_path / "spoilt").iterdir()) == []
+        with pytest.raises(RequestError, match=r"found 7 in \[1, 7\], expected ids of 0 to 6"):
+            list(engine.capture(samples[:1], [1, 7]))
+        with pytest.raises(RequestError, match="repeats a layer"):
+            list(engine.capture(samples[:1], [1, 1]))
+        with pytest.raises(RequestError, match="expected ascending ids"):
+            list(engine.capture(samples[:1], [3, 1]))
         seen: list[float] = []
-        count = ours.run(engine, samples, ours.missing(), 5, seen.append)
+        count = ours.run(engine, samples, ours.missing(), 5, seen.append, 256.0)
         report = engine.last_capture
     assert count.rejected == Counter(non_finite=1, longer_than_engine=1)
     assert sum(seen) == sum(len(sample.input_ids) for sample in samples)
@@ -136,6 +155,7 @@ def test_a_rehearsal_passes_and_foretells(folder: Path, tmp_path: Path) -> None:
     tokens = sum(range(10, 250))
     assert numbers["layers"] == 4
     assert numbers["bytes_per_token"] == pytest.approx(4 * 64 * 2, rel=0.2)
+    assert numbers["bytes_per_state"] == 64 * 2
     assert numbers["forecast_bytes"] == numbers["bytes_per_token"] * tokens
     assert numbers["forecast_tokens_per_s"] == pytest.approx(numbers["tokens_per_s"] * 4 / 6, rel=0.01)
     assert not (tmp_path / "rehearsal").exists()
