@@ -52,7 +52,6 @@ def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], logg
         "precision": cfg.hardware.precision,
         "deterministic": cfg.trainer.deterministic,
         "plugins": [AtomicCheckpointIO()],
-        "profiler": _profiler(folder) if cfg.trainer.profile else None,
     }
     return build(
         node,
@@ -71,14 +70,39 @@ def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], logg
         enable_model_summary=False,
         default_root_dir=str(folder),
         logger=list(loggers) or False,
-        callbacks=list(callbacks),
+        callbacks=[*callbacks, StepProfile(folder)] if cfg.trainer.profile else list(callbacks),
     )
 
 
-def _profiler(folder: Path) -> Any:
-    from lightning.pytorch.profilers import PyTorchProfiler
+class StepProfile(Callback):
+    """Profiles a few training steps, once the first have compiled what they need: in `folder` the timeline
+    `profile.json` (for Perfetto or chrome://tracing) and the table `profile.txt`."""
 
-    return PyTorchProfiler(dirpath=str(folder), filename="profile")
+    BEFORE, STEPS = 4, 3
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._seen = folder, 0
+        self._running: torch.profiler.profile | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Starts behind the first steps."""
+        if self._seen == self.BEFORE and trainer.is_global_zero:
+            self._running = torch.profiler.profile(acc_events=True)  # else torch warns that it forgets
+            self._running.start()
+        self._seen += 1
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Writes what was found."""
+        if self._running is None or self._seen < self.BEFORE + self.STEPS:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._running.stop()
+        self._running.export_chrome_trace(str(self.folder / "profile.json"))
+        order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = self._running.key_averages().table(sort_by=order, row_limit=40)
+        (self.folder / "profile.txt").write_text(table)
+        self._running = None
 
 
 class Clock(Callback):

@@ -32,6 +32,7 @@ from eagle3.loss import UnrollLoss, mix_losses, mix_weights, unroll_loss
 from eagle3.optimizers import ClippedAdamW
 from eagle3.slots import spans
 from eagle3.step_clock import StepClock, matrix_rate, needed_flops
+from eagle3.trainer import peak_memory_bytes
 
 log = logging.getLogger("eagle3")
 
@@ -117,7 +118,7 @@ class DrafterTraining(LightningModule):
         self.steps, self.report = steps, report
         self.row_loss = mix_losses(drafter_config.losses)
         self.grad_norm = float("nan")
-        self._norms: list[Tensor] = []
+        self._norms: list[tuple[int, Tensor]] = []  # of optimizer steps, counted from 1
         self.fused: FusedStep | None = None
         self.validation: dict[str, float] = {}
         self.register_buffer("target_ids", drafter.target_ids, persistent=False)
@@ -189,24 +190,24 @@ class DrafterTraining(LightningModule):
         plain = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(plain, ClippedAdamW):
             norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip_norm)
-            self._norms.append(norm)
+            self._norms.append((self.global_step + 1, norm))
             self._read_norms()
             return
         # Read when the log is written: to wait for it here would let the GPU run dry. A step whose norm is not finite
         # changes no weight.
-        self._norms.append(plain.clip_to(self.recipe.clip_norm))
+        self._norms.append((self.global_step + 1, plain.clip_to(self.recipe.clip_norm)))
 
     def _read_norms(self) -> None:
         """Keeps the last norm. StageFailed when one since the last reading is not finite."""
-        norms = torch.stack(self._norms).tolist() if self._norms else [self.grad_norm]
+        steps, norms = zip(*self._norms, strict=True)
         self._norms.clear()
-        self.grad_norm = norms[-1]
-        wrong = [norm for norm in norms if not math.isfinite(norm)]
-        if wrong:
-            raise StageFailed(
-                f"trainer: the gradient of optimizer step {self.global_step + 1} is not finite ({wrong[0]}), so "
-                "nothing was learned from it; check the states with `eagle3 stage=verify`, or try a lower trainer.lr"
-            )
+        for step, norm in zip(steps, torch.stack(norms).tolist(), strict=True):
+            self.grad_norm = norm
+            if not math.isfinite(norm):
+                raise StageFailed(
+                    f"trainer: the gradient of optimizer step {step} is not finite ({norm}), so nothing was learned "
+                    "from it; check the states with `eagle3 stage=verify`, or try a lower trainer.lr"
+                )
 
     def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Reports at the end of every `log_every_steps`-th optimizer step and of the last."""
@@ -223,7 +224,8 @@ class DrafterTraining(LightningModule):
         # The optimizer's rate is already that of the next step.
         rate = self.recipe.lr * self._factor(step - 1)
         metrics |= self._clock.read(self._rate, self.trainer.world_size)
-        self.report(step, {**metrics, "grad_norm": self.grad_norm, "lr": rate}, "train")
+        metrics |= {"grad_norm": self.grad_norm, "lr": rate, "peak_memory_bytes": peak_memory_bytes()}
+        self.report(step, metrics, "train")
         self._tally = Tally(self.settings.unroll_steps, self.device)
 
     def _steps_here(self, batch_idx: int) -> bool:

@@ -257,3 +257,10 @@ def test_t12_warm_start_keeps_the_vocabulary_and_what_was_learned(
 
 def states_of(drafter: Artifact) -> str:
     return str(drafter.folder.parents[1] / "states" / drafter.manifest()["identity"]["states"])
+
+
+def test_profile_leaves_a_timeline_and_a_table(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    _, _, run = trained(train_config(copied(inputs, tmp_path), tiny_target, "trainer.profile=true"))
+    events = json.loads((run.folder / "profile.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "_UnrollAttention" for event in events) == 3 * 3
+    assert "_UnrollAttention" in (run.folder / "profile.txt").read_text()

@@ -256,7 +256,7 @@ def test_batches_arrive_on_the_device_in_order_and_errors_in_their_place() -> No
         yield from batches
         raise OSError("the disk is gone")
 
-    arrived = prefetched(read(), torch.device("cuda"))
+    arrived = prefetched(read(), torch.device("cuda", torch.cuda.current_device()))
     for batch in batches:
         found = next(arrived)
         assert found.hidden_states.is_cuda
