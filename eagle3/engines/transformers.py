@@ -19,6 +19,7 @@ from eagle3.checkpoint import Target
 from eagle3.config import HardwareConfig
 from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt, compute_dtype
 from eagle3.engines.generation import Generator
+from eagle3.engines.packed_linear import pack_linears
 from eagle3.engines.padding import length_batches, pad
 from eagle3.engines.taps import AllCaught, StateTaps
 from eagle3.errors import EngineError, RequestError
@@ -51,6 +52,8 @@ class TransformersEngine:
                 f"{target.folder}: config.json says {target.shape.num_layers} layers, the loaded model has "
                 f"{len(self.layers)}; is model.adapter={target.adapter.name} the right family?"
             )
+        if self.device.type == "cpu":
+            pack_linears(self.model)
 
     def __enter__(self) -> TransformersEngine:
         return self
