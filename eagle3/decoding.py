@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.cache_utils import DynamicCache
 
+from eagle3.engines.packed_linear import pack_linears
 from eagle3.engines.taps import StateTaps
 
 if TYPE_CHECKING:
@@ -261,6 +262,10 @@ class Recording:
         self._states = states
         self._length = 0
 
+    def to(self, device: torch.device) -> Recording:
+        """The same with its states on another device."""
+        return Recording(self._text, self._states.to(device))
+
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, Tensor]:
         self._length = len(prompt_ids)
         return self._text[self._length], self._states[: self._length]
@@ -274,13 +279,16 @@ class Recording:
 
 
 def place(drafter: Eagle3Drafter, device: torch.device, dtype: torch.dtype) -> Eagle3Drafter:
-    """Moves a drafter beside a target for decoding: eval mode, weights in `dtype`, rotary tables as they are.
+    """Moves a drafter beside a target for decoding: eval mode, weights in `dtype`, packed on a CPU.
 
-    A blunt `.to(dtype)` would round the rotary frequencies too, which a server keeps in float32.
+    The rotary tables stay as they are: a blunt `.to(dtype)` would round the frequencies, which a server keeps in
+    float32.
     """
     drafter.to(device).eval()
     for parameter in drafter.parameters():
         parameter.data = parameter.data.to(dtype)
+    if device.type == "cpu":
+        pack_linears(drafter)
     return drafter
 
 
