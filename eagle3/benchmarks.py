@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from eagle3.adapter import Adapter
 from eagle3.assets import PREFIX
 from eagle3.config import SourceConfig
+from eagle3.engines import Prompt
 from eagle3.errors import RequestError
 from eagle3.prompts import Conversation, Message, read_source
+from eagle3.tokens import prompt_ids
+
+log = logging.getLogger("eagle3")
 
 HELDOUT = "heldout"
 PACKAGED = ("mt_bench", "human_eval", "gsm8k")
@@ -56,6 +63,23 @@ def prompt_sets(
         chosen = [conversations[i * len(conversations) // taken] for i in range(taken)]
         sets.append(PromptSet(label, tuple(chosen), len(conversations)))
     return sets
+
+
+def token_prompts(
+    prompts: PromptSet, tokenizer: Any, adapter: Adapter, max_new_tokens: int, longest: int
+) -> list[Prompt]:
+    """The set's prompts as token ids; those of more than `longest` tokens are left out with a warning."""
+    found = []
+    for prompt in prompts.prompts:
+        ids = prompt_ids(tokenizer, adapter, prompt.messages)
+        if len(ids) <= longest:
+            found.append(Prompt(prompt.key, ids, max_new_tokens))
+        else:
+            log.warning(
+                "%s: prompt of %d tokens, more than the %d that leave room for evaluate.max_new_tokens=%d; skipped",
+                *(prompt.key, len(ids), longest, max_new_tokens),
+            )
+    return found
 
 
 def _read(name: str, cache: Path, heldout: Callable[[], Sequence[Conversation]]) -> tuple[str, list[Conversation]]:

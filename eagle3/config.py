@@ -91,6 +91,7 @@ class DatasetConfig:
     on_bad_row: str = choice("skip", "stop")
     on_long: str = choice("truncate", "skip")
     validation_samples: int = number(64, least=0)
+    seed: int = 0
     preserve_thinking: bool = False
     supervise_empty_thinking: bool = False
 
@@ -123,12 +124,17 @@ class DrafterConfig:
 
     name: str = MISSING
     module: dict[str, Any] = field(default_factory=dict)
-    attention: str = choice("dense")
+    attention: str = choice("dense", "mla")
     draft_vocab_size: int | None = number(None, least=1)
     intermediate_size: int | None = number(None, least=1)
     num_attention_heads: int | None = number(None, least=1)
     num_key_value_heads: int | None = number(None, least=1)
     head_dim: int | None = number(None, least=2)
+    q_lora_rank: int | None = number(None, least=1)
+    kv_lora_rank: int | None = number(None, least=1)
+    qk_nope_head_dim: int | None = number(None, least=1)
+    qk_rope_head_dim: int | None = number(None, least=2)
+    v_head_dim: int | None = number(None, least=1)
     max_position_embeddings: int | None = number(None, least=1)
     unroll_steps: int = number(7, least=1)
     step_decay: float = number(0.8, above=0, most=1)
@@ -212,12 +218,16 @@ class ExportConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Real speculative decoding: prompts, draft length, baselines."""
+    """Real speculative decoding: engine, prompts, draft lengths, baselines."""
 
+    engine: str | None = field(default=None, metadata={"choices": ("transformers", "vllm")})
     sets: list[str] = field(default_factory=lambda: ["heldout", "mt_bench", "human_eval", "gsm8k"])
     prompts_per_set: int | None = number(20, least=1)
     k: int = number(3, least=1)
     temperature: float = number(0.0, least=0)
+    batch_sizes: list[int] = field(default_factory=lambda: [1])
+    also_k: list[int] = field(default_factory=list)
+    also_temperatures: list[float] = field(default_factory=list)
     max_new_tokens: int = number(128, least=1)
     baselines: list[str] = field(default_factory=lambda: ["untrained", "bigram"])
 
@@ -246,6 +256,13 @@ class RunsConfig:
 
 
 @dataclass
+class ReportConfig:
+    """Which sweep or run `stage=report` shows."""
+
+    folder: str | None = None
+
+
+@dataclass
 class Config:
     """The whole application."""
 
@@ -263,6 +280,7 @@ class Config:
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
     runs: RunsConfig = field(default_factory=RunsConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     inputs: InputsConfig = field(default_factory=InputsConfig)
     output_dir: str = "outputs"
     cache_dir: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -180,7 +181,9 @@ def test_nothing_exported_names_the_command_that_does(cfg: Config) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": 0.7}, r"evaluate\.temperature: found 0\.7, expected 0"),
+        ({"temperature": 0.7}, r"evaluate\.temperature: found 0\.7, expected 0\.0.*evaluate\.engine=vllm"),
+        ({"batch_sizes": [1, 8]}, r"evaluate\.batch_sizes: found \[1, 8\], expected \[1\]"),
+        ({"also_k": [5]}, r"evaluate\.also_k: found \[5\], expected \[\]"),
         ({"baselines": ["trigram"]}, r"evaluate\.baselines: found \['trigram'\].*untrained.*bigram"),
         ({"sets": []}, r"evaluate\.sets"),
         ({"sets": ["nowhere.jsonl"]}, r"evaluate\.sets: found 'nowhere\.jsonl'"),
@@ -191,9 +194,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_loads(cfg: Config, f
         run_stage("evaluate", change(cfg, "evaluate", **fields))
 
 
-def test_an_engine_that_cannot_decode_is_refused_before_it_loads(cfg: Config) -> None:
-    with pytest.raises(RequestError, match=r"hardware\.engine: found 'vllm', expected transformers"):
-        run_stage("evaluate", change(cfg, "hardware", engine="vllm"))
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+@pytest.mark.parametrize("stage", ["evaluate", "serve_check"])
+def test_a_missing_engine_is_named_before_anything_loads(cfg: Config, stage: str) -> None:
+    with pytest.raises(RequestError, match=r"vllm is not installed; try `pip install"):
+        run_stage(stage, change(cfg, "evaluate", engine="vllm"))
 
 
 def test_a_prompt_that_leaves_no_room_is_skipped_and_counted(cfg: Config, tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 `python -m eagle3.engines.vllm_host FD` reads messages from the socket FD: first the arguments of `vllm.LLM`, then
 
     ("call", method, args)              calls a method of the worker extension in every worker → ("result", [answers])
-    ("submit", [(id, ids, sampling)])   queues requests; each ends in ("finished", [(id, new ids, reason), …])
+    ("submit", [(id, ids, sampling)], first)   queues requests; each ends in ("finished", [(id, new ids, reason), …]).
+                                        `first` is None or a (method, args) to call before, whose answers are dropped
+    ("counters",)                       vLLM's counters of speculative decoding → ("result", [(name, labels, numbers)])
+    ("margin", ids)                     while nothing runs: how far the last id is from the model's choice there, in
+                                        natural-log probability → ("result", margin)
     ("close",)                          ends the process
 
 Every failure becomes ("failed", message). The engine is stepped here rather than by `LLM.generate`, so that
@@ -52,13 +56,39 @@ def serve(llm: Any, connection: Connection) -> None:
             if name == "call":
                 method, values = arguments
                 connection.send(("result", llm.collective_rpc(method, args=tuple(values))))
+            elif name == "counters":
+                connection.send(("result", counters(llm)))
+            elif name == "margin":
+                connection.send(("result", margin(llm, arguments[0])))
             elif name == "submit":
-                for request_id, input_ids, sampling in arguments[0]:
+                requests, first = arguments
+                if first is not None:
+                    llm.collective_rpc(first[0], args=tuple(first[1]))
+                for request_id, input_ids, sampling in requests:
                     engine.add_request(request_id, tokens_input(input_ids), vllm.SamplingParams(**sampling))
         outputs = [output for output in engine.step() if output.finished]
         if outputs:
             ended = [(o.request_id, list(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs]
             connection.send(("finished", ended))
+
+
+def counters(llm: Any) -> list[tuple[str, dict[str, str], list[int]]]:
+    """Every counter of speculative decoding so far: one entry for each engine; positions stand in one list."""
+    found = [metric for metric in llm.get_metrics() if "spec_decode" in metric.name]
+    return [(m.name, dict(m.labels), list(m.values) if hasattr(m, "values") else [m.value]) for m in found]
+
+
+def margin(llm: Any, input_ids: list[int]) -> float:
+    """The best token's log probability at the last position of `input_ids`, less that of the id which stands there."""
+    vllm: Any = importlib.import_module("vllm")
+    tokens_input = importlib.import_module("vllm.inputs").tokens_input
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
+    llm.llm_engine.add_request("margin", tokens_input(input_ids), sampling)
+    outputs: list[Any] = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += [output for output in llm.llm_engine.step() if output.finished]
+    last = outputs[-1].prompt_logprobs[-1]
+    return max(entry.logprob for entry in last.values()) - last[input_ids[-1]].logprob
 
 
 if __name__ == "__main__":

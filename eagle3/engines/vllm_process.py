@@ -74,13 +74,21 @@ class EngineProcess:
             if message is not None:
                 return message[1]
 
-    def submit(self, requests: list[tuple[str, list[int], dict[str, Any]]]) -> None:
-        """Queues requests: id, token ids, sampling parameters."""
-        self._send(("submit", requests))
+    def submit(
+        self, requests: list[tuple[str, list[int], dict[str, Any]]], first: tuple[str, tuple[Any, ...]] | None = None
+    ) -> None:
+        """Queues requests: id, token ids, sampling parameters. `first` is a method and arguments for all workers, which
+        is called before; nobody waits for it here, since a call is answered only between two steps of the engine.
+        """
+        self._send(("submit", requests, first))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all workers to a method of the worker extension."""
-        self._send(("call", method, arguments))
+        return self.ask("call", method, arguments)
+
+    def ask(self, *message: Any) -> Any:
+        """The host's answer to a message of its protocol that has one."""
+        self._send(message)
         while True:
             message = self._receive(1.0)
             if message is None:

@@ -33,8 +33,11 @@ ENVIRONMENT = {
 }
 
 
-def engine_arguments(cfg: Config, target: Target, folder: Path, load_format: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for the checkpoint in `folder`; `hardware.engine_options` win over what is ours.
+def engine_arguments(
+    cfg: Config, target: Target, folder: Path, load_format: str, forced: Mapping[str, Any] = FORCED
+) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for the checkpoint in `folder`; `hardware.engine_options` win over what is ours, but
+    for what is `forced`.
 
     RequestError for what cannot work: pipeline parallelism, float16 for a family that overflows in it, heads that the
     GPUs do not divide, a setting that another field of the config owns.
@@ -43,9 +46,9 @@ def engine_arguments(cfg: Config, target: Target, folder: Path, load_format: str
     for name, owner in (("model", "model.path"), ("tensor_parallel_size", "hardware.tensor_parallel_size")):
         if name in options:
             raise RequestError(f"hardware.engine_options.{name}: found {options[name]!r}, set {owner} instead")
-    for name, value in FORCED.items():
+    for name, value in forced.items():
         if options.get(name, value) != value:
-            log.warning("hardware.engine_options.%s=%s is overruled: capture needs %s", name, options[name], value)
+            log.warning("hardware.engine_options.%s=%s is overruled: this stage needs %s", name, options[name], value)
             options.pop(name)
     if options.get("pipeline_parallel_size", 1) != 1:
         raise RequestError(
@@ -78,7 +81,7 @@ def engine_arguments(cfg: Config, target: Target, folder: Path, load_format: str
         "max_num_seqs": min(max(hardware.generate_slots, 256), hardware.batch_tokens),
         "seed": cfg.seed,
         **own,
-        **FORCED,
+        **forced,
     }
     if hardware.accelerator == "cpu":
         # The CPU's rotary kernel is wrong for interleaved rotation (DeepSeek, Kimi); the plain one is right.

@@ -1,8 +1,8 @@
 """Stage evaluate: real decoding with the drafter in the loop, beside its baselines (step 8 of the walk).
 
-The target decodes every prompt twice: plainly, which gives the text, the states along it and the speed to beat; and
-with the drafter, which must give the same text. Baselines draft along the recorded text, which needs no forward of the
-target.
+With the transformers engine the target decodes every prompt twice: plainly, which gives the text, the states along it
+and the speed to beat; and with the drafter, which must give the same text. Baselines draft along the recorded text,
+which needs no forward of the target. With vLLM the exported folder is served (`served_evaluation`).
 """
 
 from __future__ import annotations
@@ -13,35 +13,40 @@ from functools import cached_property
 from typing import Any
 
 import eagle3
+from eagle3 import served_evaluation
 from eagle3.assets import cache_folder
-from eagle3.benchmarks import PromptSet, prompt_sets
+from eagle3.benchmarks import PromptSet, prompt_sets, token_prompts
 from eagle3.bigram import BigramChain, count_successors
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.decoding import Decoded, DrafterChain, LiveTarget, Proposer, Recorder, decode, place
 from eagle3.drafter import Eagle3Drafter, load_drafter
-from eagle3.engines import EngineInfo, open_engine
+from eagle3.engines import open_engine
 from eagle3.engines.transformers import TransformersEngine
+from eagle3.engines.vllm_settings import installed_version
 from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import OURS, PromptResult, differences, find_difference, summarize, table
 from eagle3.export import import_drafter
 from eagle3.runs import Artifact, Artifacts, Run, write_json
 from eagle3.stages import export, extract
-from eagle3.tokens import Prepared, prompt_ids, stop_ids
+from eagle3.tokens import Prepared, stop_ids
 
 RESULT = "evaluation.json"
 BASELINES = ("untrained", "bigram")
 
 
-def source(cfg: Config, artifacts: Artifacts) -> Artifact:
-    """What is measured: the exported folder; a drafter that was named and not exported is measured as it is."""
-    if cfg.inputs.export is not None:
-        expected = Artifact("export", cfg.inputs.export, artifacts.root)
-    else:
-        expected = export.exported(cfg, artifacts)
-        if cfg.inputs.drafter is not None and not expected.complete:
-            return export.trained(cfg, artifacts)
-    return artifacts.resolve("export", cfg.inputs.export, expected, export.MAKE)
+def source(cfg: Config, artifacts: Artifacts) -> tuple[Artifact, dict[str, Any]]:
+    """What is measured, with its manifest: the exported folder; a drafter that was named and not exported as it is."""
+    drafter_only = cfg.inputs.export is None and cfg.inputs.drafter is not None
+    if drafter_only and engine_name(cfg) != "vllm" and not export.exported(cfg, artifacts).complete:
+        trained = export.trained(cfg, artifacts)
+        return trained, trained.manifest()
+    return export.given(cfg, artifacts)
+
+
+def engine_name(cfg: Config) -> str:
+    """What decodes."""
+    return cfg.evaluate.engine or cfg.hardware.engine
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
@@ -51,9 +56,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     where the target's choice was no tie; what was measured is on disk by then.
     """
     _check(cfg)
-    measured = source(cfg, run.artifacts)
+    measured, manifest = source(cfg, run.artifacts)
     target = open_target(cfg)
-    manifest = measured.manifest()
     training = _Training(cfg, run)
     sets = prompt_sets(
         cfg.evaluate.sets,
@@ -68,24 +72,29 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
     run.read(measured)
     _warn_of_another_target(run, manifest, target)
+    if engine_name(cfg) == "vllm":
+        return _serve(cfg, run, target, sets, measured, manifest)
     embedding = target.embedding()
     read = import_drafter if measured.kind == "export" else load_drafter
     drafter = read(measured.folder, embedding)
-    trained = manifest["training" if measured.kind == "export" else "metrics"]
-    with open_engine(cfg, target) as engine:
+    trained = manifest.get("training" if measured.kind == "export" else "metrics", {})
+    hardware = dataclasses.replace(cfg.hardware, engine="transformers")
+    with open_engine(dataclasses.replace(cfg, hardware=hardware), target) as engine:
         assert isinstance(engine, TransformersEngine)
         run.note(engine=dataclasses.asdict(engine.info()), adapter=target.adapter.name)
         proposers = _proposers(cfg, target, drafter, training, engine, trained.get("state_scales"))
         live = LiveTarget(engine.model, target.adapter, drafter.shape.layer_ids)
         results, skipped = _measure(cfg, run, target, live, proposers, sets)
-        setting = _setting(cfg, target, engine.info(), sets, measured)
+        info = engine.info()
+        engine_facts = {"name": info.name, "version": info.version, "dtype": info.dtype}
+        setting = _setting(cfg, target, engine_facts, sets, measured)
 
     k, temperature = cfg.evaluate.k, cfg.evaluate.temperature
     summaries = {
         name: {**summarize(found, k, temperature), "skipped": skipped[name]} for name, found in results.items()
     }
     every = summarize([result for found in results.values() for result in found], k, temperature)
-    simulated = trained.get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
+    simulated = _simulated(trained, k)
     metrics = {
         **every,
         "skipped": sum(skipped.values()),
@@ -117,17 +126,78 @@ class _Training:
         return Prepared.open(artifact.folder)
 
 
+def _serve(
+    cfg: Config, run: Run, target: Target, sets: Sequence[PromptSet], measured: Artifact, manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same by vLLM: the headline's metrics, `sets` at the headline's setting, and every setting in `points`."""
+    tokenizer, new, largest_k = (
+        target.tokenizer(),
+        cfg.evaluate.max_new_tokens,
+        max([cfg.evaluate.k, *cfg.evaluate.also_k]),
+    )
+    room = target.shape.max_position_embeddings - new - largest_k - 1
+    asked = {prompts.name: token_prompts(prompts, tokenizer, target.adapter, new, room) for prompts in sets}
+    skipped = sum(len(prompts.prompts) - len(asked[prompts.name]) for prompts in sets)
+    if not any(asked.values()):
+        raise RequestError("evaluate.sets: no prompt leaves room for its answer; try evaluate.max_new_tokens=64")
+    if cfg.evaluate.baselines:
+        run.log.info("evaluate: baselines draft beside the transformers engine only; left out here")
+    stops = stop_ids(tokenizer, target.adapter)
+    found = served_evaluation.measure(cfg, target, measured.folder, asked, stops, run.folder / "engine.log")
+    wanted = served_evaluation.settings(cfg.evaluate)
+    points = found.at(wanted[0])
+    simulated = _simulated(manifest.get("training", {}), cfg.evaluate.k)
+    metrics = {
+        **served_evaluation.summarize(points),
+        "skipped": skipped,
+        "simulated_acceptance_length": simulated,
+        "drafter": str(measured.folder),
+        "sets": {point.set: served_evaluation.summarize([point]) for point in points},
+        "points": [served_evaluation.summarize(found.at(setting)) for setting in wanted],
+    }
+    info = {"name": "vllm", "version": found.version, "dtype": found.dtype}
+    run.note(engine=info, adapter=target.adapter.name)
+    records = [served_evaluation.record(point, key, tokenizer) for point in points for key in point.served.texts]
+    looping = [key for key, text in found.texts.items() if served_evaluation.looping(text)]
+    setting = _setting(cfg, target, info, sets, measured)
+    write_json(run.folder / RESULT, {"setting": setting, **metrics, "looping_prompts": looping, "records": records})
+    run.show(served_evaluation.table(found, f"vllm {found.version} on {found.dtype}, drafter {measured.folder}"))
+    changed = [
+        f"{point.set} {key} (k {point.setting.k}, {point.setting.batch_size} at once): {difference}"
+        for point in found.points
+        for key, difference in (point.differences or {}).items()
+        if not difference.tie
+    ]
+    if changed:
+        raise StageFailed(
+            f"evaluate: {len(changed)} outputs are not the target's own, expected none: {changed[0]}; all are in "
+            f"{run.folder / RESULT}. Please report this"
+        )
+    return metrics
+
+
+def _simulated(training: Mapping[str, Any], k: int) -> float | None:
+    """The acceptance length that training foretold for k drafts."""
+    return training.get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
+
+
 def _check(cfg: Config) -> None:
-    if cfg.hardware.engine != "transformers":
-        raise RequestError(
-            f"hardware.engine: found '{cfg.hardware.engine}', expected transformers, the engine that decodes with a "
-            "drafter today; try hardware=cpu or hardware=gpu_1"
-        )
-    if cfg.evaluate.temperature > 0:
-        raise RequestError(
-            f"evaluate.temperature: found {cfg.evaluate.temperature}, expected 0: decoding with a drafter is greedy "
-            "today, where outputs with and without it can be compared; try evaluate.temperature=0"
-        )
+    if engine_name(cfg) == "vllm":
+        installed_version()
+    else:
+        for field, expected in (("temperature", 0.0), ("batch_sizes", [1]), ("also_k", []), ("also_temperatures", [])):
+            found = getattr(cfg.evaluate, field)
+            if found != expected:
+                raise RequestError(
+                    f"evaluate.{field}: found {found}, expected {expected}: the transformers engine decodes greedily, "
+                    f"one prompt at a time; try evaluate.engine=vllm, or evaluate.{field}={expected}"
+                )
+    for field, least in (("batch_sizes", 1), ("also_k", 1), ("also_temperatures", 0)):
+        wrong = [value for value in getattr(cfg.evaluate, field) if value < least]
+        if wrong:
+            raise RequestError(f"evaluate.{field}: found {wrong}, expected numbers of at least {least}")
+    if not cfg.evaluate.batch_sizes:
+        raise RequestError("evaluate.batch_sizes: found none, expected at least one; try evaluate.batch_sizes=[1,8,32]")
     unknown = [name for name in cfg.evaluate.baselines if name not in BASELINES]
     if unknown:
         raise RequestError(
@@ -191,27 +261,24 @@ def _measure(
     """Every prompt's result, and how many prompts of each set were too long for the target."""
     tokenizer = target.tokenizer()
     stops = frozenset(stop_ids(tokenizer, target.adapter))
-    longest = target.shape.max_position_embeddings - cfg.evaluate.max_new_tokens - cfg.evaluate.k
-    results: dict[str, list[PromptResult]] = {prompts.name: [] for prompts in sets}
-    skipped = dict.fromkeys(results, 0)
-    asked = [(prompts.name, prompt) for prompts in sets for prompt in prompts.prompts]
+    new = cfg.evaluate.max_new_tokens
+    longest = target.shape.max_position_embeddings - new - cfg.evaluate.k
+    asked = {prompts.name: token_prompts(prompts, tokenizer, target.adapter, new, longest) for prompts in sets}
+    skipped = {prompts.name: len(prompts.prompts) - len(asked[prompts.name]) for prompts in sets}
+    results: dict[str, list[PromptResult]] = {name: [] for name in asked}
     warm = False
-    with run.progress(len(asked), "prompts", "evaluate") as advance:
-        for name, prompt in asked:
-            ids = prompt_ids(tokenizer, target.adapter, prompt.messages)
-            if len(ids) > longest:
-                skipped[name] += 1
-                run.log.warning(
-                    "%s: prompt of %d tokens, more than the %d that leave room for evaluate.max_new_tokens=%d; skipped",
-                    *(prompt.key, len(ids), longest, cfg.evaluate.max_new_tokens),
-                )
-            else:
+    with run.progress(sum(map(len, asked.values())), "prompts", "evaluate") as advance:
+        for name, prompts in asked.items():
+            for prompt in prompts:
                 if not warm:
                     # The first forwards of a process are slow and belong to nobody's speed.
-                    decode(live, ids, max_new_tokens=4, stop_ids=(), proposer=proposers[OURS], k=cfg.evaluate.k)
+                    first = prompt.input_ids
+                    decode(live, first, max_new_tokens=4, stop_ids=(), proposer=proposers[OURS], k=cfg.evaluate.k)
                     warm = True
-                results[name].append(_decode_prompt(cfg, live, prompt.key, ids, stops, proposers, tokenizer))
-            advance(1)
+                results[name].append(
+                    _decode_prompt(cfg, live, prompt.key, prompt.input_ids, stops, proposers, tokenizer)
+                )
+                advance(1)
     return results, skipped
 
 
@@ -245,12 +312,12 @@ def _decode_prompt(
 
 
 def _setting(
-    cfg: Config, target: Target, info: EngineInfo, sets: Sequence[PromptSet], measured: Artifact
+    cfg: Config, target: Target, engine: dict[str, Any], sets: Sequence[PromptSet], measured: Artifact
 ) -> dict[str, Any]:
     """Everything that two evaluations must share before their numbers can be compared."""
     return {
         "eagle3": eagle3.__version__,
-        "engine": {"name": info.name, "version": info.version, "dtype": info.dtype},
+        "engine": engine,
         "target": target.fingerprint(),
         "k": cfg.evaluate.k,
         "temperature": cfg.evaluate.temperature,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from eagle3 import layers
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import DrafterShape, load_drafter
-from eagle3.export import export_drafter
-from eagle3.runs import Artifact, Artifacts, Run
+from eagle3.export import CONFIG, export_drafter
+from eagle3.runs import MANIFEST, Artifact, Artifacts, Run
 from eagle3.stages import train
 
 MAKE = "eagle3 stage=export"
@@ -22,6 +23,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def exported(cfg: Config, artifacts: Artifacts) -> Artifact:
     """The export artifact that this config leads to. RequestError when there is no drafter."""
     return _exported(cfg, artifacts, trained(cfg, artifacts))
+
+
+def given(cfg: Config, artifacts: Artifacts) -> tuple[Artifact, dict[str, Any]]:
+    """The exported folder to read, and its manifest; a published drafter's folder is taken too and has none."""
+    named = cfg.inputs.export
+    if named is not None:
+        folder = Path(named).expanduser().resolve()
+        if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
+            return Artifact("export", folder.name, folder), {}
+    expected = exported(cfg, artifacts) if named is None else Artifact("export", named, artifacts.root)
+    artifact = artifacts.resolve("export", named, expected, MAKE)
+    return artifact, artifact.manifest()
 
 
 def trained(cfg: Config, artifacts: Artifacts) -> Artifact:

@@ -1,0 +1,203 @@
+"""Stage serve_check: the exported folder in the real vLLM, against our own decoder and the forecast (end of the walk).
+
+vLLM serves the target with the drafter and answers every prompt by itself; then it answers plainly and hands out the
+states along its own text, on which our decoder walks with the same folder. Two starts, one copy of the target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3.agreement import FORECAST_SHARE, CheckedPrompt, faults, find_served_difference, summarize, table
+from eagle3.assets import cache_folder
+from eagle3.benchmarks import prompt_sets, token_prompts
+from eagle3.checkpoint import Target, open_target
+from eagle3.config import Config
+from eagle3.decoding import DrafterChain, Recording, decode, place
+from eagle3.drafter import Eagle3Drafter
+from eagle3.engines import Prompt
+from eagle3.engines.vllm import VllmEngine
+from eagle3.engines.vllm_serving import Served, ServedTarget
+from eagle3.engines.vllm_settings import installed_version
+from eagle3.errors import RequestError, StageFailed
+from eagle3.evaluation import Difference
+from eagle3.export import import_drafter
+from eagle3.runs import Run, write_json
+from eagle3.stages import export, extract
+from eagle3.tokens import Prepared, Sample, stop_ids
+
+RESULT = "serve_check.json"
+
+
+def run(cfg: Config, run: Run) -> dict[str, Any]:
+    """Serves, compares, shows the table, writes serve_check.json into the run folder.
+
+    Returns the summary over all sets, and that of each in `sets`. Raises StageFailed when a text is not the target's
+    own or when the server accepts other drafts than our decoder; what was measured is on disk by then.
+    """
+    installed_version()
+    if cfg.evaluate.temperature > 0:
+        raise RequestError(
+            f"evaluate.temperature: found {cfg.evaluate.temperature}, expected 0: rounds are compared on greedy texts; "
+            "try evaluate.temperature=0, or stage=evaluate evaluate.engine=vllm for sampled ones"
+        )
+    exported, manifest = export.given(cfg, run.artifacts)
+    target = open_target(cfg)
+    k = cfg.evaluate.k
+    asked = _asked(cfg, run, target)
+    prompts = [prompt for found in asked.values() for prompt in found]
+    words = ", ".join(f"{len(found)} of {name}" for name, found in asked.items())
+    run.log.info("serve_check: %s on %s, %d drafts a round", exported.folder, words, k)
+    if cfg.dry_run:
+        return {}
+    if not prompts:
+        raise RequestError("evaluate.sets: no prompt leaves room for its answer; try evaluate.max_new_tokens=64")
+
+    run.read(exported)
+    drafter = import_drafter(exported.folder, target.embedding())
+    stops = stop_ids(target.tokenizer(), target.adapter)
+    longest = max(len(prompt.input_ids) for prompt in prompts) + cfg.evaluate.max_new_tokens
+    log_file = run.folder / "engine.log"
+    with ServedTarget(cfg, target, log_file, longest=longest, drafter=exported.folder, k=k) as server:
+        dtype, version = server.dtype, server.version
+        answers = {
+            prompt.key: server.decode([prompt], batch_size=1, temperature=0.0, seed=cfg.seed, stop_ids=stops)
+            for prompt in prompts
+        }
+    plain, differences, states = _plain(cfg, run, target, drafter, prompts, answers, stops, longest, dtype)
+    checked = _checked(cfg, drafter, prompts, answers, plain, differences, states, stops, dtype)
+
+    forecast = manifest.get("training", {}).get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
+    summaries = {
+        name: summarize([checked[prompt.key] for prompt in found], k, dtype, forecast) for name, found in asked.items()
+    }
+    every = summarize(list(checked.values()), k, dtype, forecast)
+    metrics = {**every, "engine": f"vllm {version}", "drafter": str(exported.folder), "sets": summaries}
+    records = [checked[prompt.key].record() for prompt in prompts]
+    write_json(run.folder / RESULT, {**metrics, "records": records})
+    run.show(table(summaries, f"vllm {version} on {dtype}, drafter {exported.folder}, {k} drafts a round"))
+    _judge(run, list(checked.values()), every)
+    return metrics
+
+
+def _asked(cfg: Config, run: Run, target: Target) -> dict[str, list[Prompt]]:
+    """The prompts of every set; a text that is there twice is asked once."""
+
+    def heldout() -> Sequence[Any]:
+        artifact = run.read(extract.source(cfg, run.artifacts))
+        return Prepared.open(artifact.folder).heldout()
+
+    sets = prompt_sets(cfg.evaluate.sets, cfg.evaluate.prompts_per_set, cache_folder(cfg.cache_dir), heldout)
+    tokenizer, new = target.tokenizer(), cfg.evaluate.max_new_tokens
+    room = target.shape.max_position_embeddings - new - cfg.evaluate.k - 1
+    seen: set[tuple[int, ...]] = set()
+    found: dict[str, list[Prompt]] = {}
+    for prompts in sets:
+        found[prompts.name] = []
+        for prompt in token_prompts(prompts, tokenizer, target.adapter, new, room):
+            if tuple(prompt.input_ids) not in seen:
+                seen.add(tuple(prompt.input_ids))
+                found[prompts.name].append(prompt)
+    return found
+
+
+def _plain(
+    cfg: Config,
+    run: Run,
+    target: Target,
+    drafter: Eagle3Drafter,
+    prompts: Sequence[Prompt],
+    answers: Mapping[str, Served],
+    stops: Sequence[int],
+    longest: int,
+    dtype: str,
+) -> tuple[dict[str, list[int]], dict[str, Difference | None], dict[str, Recording]]:
+    """By key: the text without drafts (new ids), how the served one differs, and what our decoder walks on."""
+    k, ids = cfg.evaluate.k, drafter.shape.layer_ids
+    # The engine that captures: room for the texts and for the tokens after them that a last round may draft.
+    lengths = dataclasses.replace(cfg.dataset, max_length=longest, max_new_tokens=k)
+    roomy = dataclasses.replace(cfg, dataset=lengths)
+    recordings: dict[str, Recording] = {}
+    with VllmEngine(roomy, target, log_file=run.folder / "engine.log") as engine:
+        run.note(engine=dataclasses.asdict(engine.info()), adapter=target.adapter.name)
+        found = engine.generate(prompts, temperature=0.0, seed=cfg.seed, stop_ids=stops)
+        plain = {text.key: text.token_ids for text in found}
+        differences = {
+            prompt.key: find_served_difference(
+                engine, prompt.input_ids, plain[prompt.key], answers[prompt.key].texts[prompt.key].token_ids, dtype
+            )
+            for prompt in prompts
+        }
+        more = [Prompt(prompt.key, [*prompt.input_ids, *plain[prompt.key]], k) for prompt in prompts]
+        after = {text.key: text.token_ids for text in engine.generate(more, temperature=0.0, seed=0, stop_ids=())}
+        texts = {prompt.key: [*prompt.input_ids, *after[prompt.key]] for prompt in more}
+        samples = [_sample(key, text) for key, text in texts.items()]
+        for captured in engine.capture(samples, ids):
+            rows = torch.cat([captured.states[i] for i in ids], dim=-1)
+            recordings[captured.sample_id] = Recording(texts[captured.sample_id], rows[:-1])
+    return plain, differences, recordings
+
+
+def _sample(key: str, text: Sequence[int]) -> Sample:
+    return Sample(key, np.asarray(text, dtype=np.int32), np.ones(len(text), dtype=bool), "validation", key)
+
+
+def _checked(
+    cfg: Config,
+    drafter: Eagle3Drafter,
+    prompts: Sequence[Prompt],
+    answers: Mapping[str, Served],
+    plain: Mapping[str, list[int]],
+    differences: Mapping[str, Difference | None],
+    recordings: Mapping[str, Recording],
+    stops: Sequence[int],
+    dtype: str,
+) -> dict[str, CheckedPrompt]:
+    """Walks every recorded text with our decoder, in the server's dtype and on its device, which is free again."""
+    device = torch.device("cuda" if cfg.hardware.accelerator == "gpu" else "cpu")
+    chain = DrafterChain(place(drafter, device, getattr(torch, dtype)))
+    checked: dict[str, CheckedPrompt] = {}
+    for prompt in prompts:
+        key, new = prompt.key, prompt.max_new_tokens
+        walked = decode(
+            recordings[key].to(device),
+            prompt.input_ids,
+            max_new_tokens=new,
+            stop_ids=stops,
+            proposer=chain,
+            k=cfg.evaluate.k,
+        )
+        counted = answers[key].acceptance
+        assert counted is not None
+        ids = len(prompt.input_ids)
+        checked[key] = CheckedPrompt(key, ids, plain[key], differences[key], counted, walked.acceptance)
+    return checked
+
+
+def _judge(run: Run, checked: Sequence[CheckedPrompt], summary: Mapping[str, Any]) -> None:
+    """Says how it went; StageFailed when the server does something else than our decoder."""
+    for prompt in checked:
+        if prompt.difference is not None and prompt.difference.tie:
+            run.log.info("serve_check: tie in %s: %s", prompt.key, prompt.difference)
+    found = faults(checked, summary)
+    if found:
+        raise StageFailed(f"serve_check: {'; '.join(found)}; all is in {run.folder / RESULT}")
+    run.log.info(
+        "serve_check: acceptance length %.3f in the server, %.3f by our decoder on the same texts (%d of %d apart)",
+        *(summary["acceptance_length"], summary["acceptance_length_ours"], summary["apart"], summary["drafted"]),
+    )
+    forecast, accepted = summary["forecast"], summary["accepted_drafts"]
+    if forecast is None:
+        return
+    run.log.info("serve_check: training foretold %.3f on its validation samples", forecast)
+    if accepted < FORECAST_SHARE * (forecast - 1):
+        run.log.warning(
+            "serve_check: the server accepts %.3f drafts a round, training foretold %.3f; our decoder agrees with the "
+            "server, so these prompts are harder than the training data: compare evaluate.sets=[heldout]",
+            *(accepted, forecast - 1),
+        )
