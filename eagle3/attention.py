@@ -50,11 +50,11 @@ def unroll_attention(
     rows: Tensor,
     blocks: Sequence[Block],
 ) -> Tensor:
-    """Attends from a step's rows: [R, heads, D] → [R, heads, D].
+    """Attends from a step's rows: queries [R, heads, D] → [R, heads, E].
 
-    `key` and `value` are step 0's, [T, kv_heads, D], for all packed rows; `own_keys` and `own_values` hold one
-    [R, kv_heads, D] for each later step up to this one; `rows` [R] are the queries' packed positions. Rotary embedding
-    is already applied. Heads of one group lie side by side (grouped-query attention).
+    `key` [T, kv_heads, D] and `value` [T, kv_heads, E] are step 0's, for all packed rows; `own_keys` and `own_values`
+    hold the same for the R rows, one for each later step up to this one; `rows` [R] are the queries' packed positions.
+    Rotary embedding is already applied. Heads of one group lie side by side (grouped-query attention).
     """
     return _UnrollAttention.apply(query, key, value, rows, tuple(blocks), len(own_keys), *own_keys, *own_values)
 
@@ -73,7 +73,7 @@ class _UnrollAttention(torch.autograd.Function):
     ) -> Tensor:
         scaled = _group(query, key.shape[1]) / math.sqrt(query.shape[-1])  # [R, kv, G, D]
         own_scores = _own_scores(scaled, own[:columns])  # [R, kv, G, columns]
-        output = torch.empty_like(scaled)
+        output = scaled.new_empty((*scaled.shape[:3], value.shape[-1]))
         log_sums = _wide(scaled.new_empty(scaled.shape[:3]))
         for block in blocks:
             first, last, start, stop = block
@@ -92,18 +92,18 @@ class _UnrollAttention(torch.autograd.Function):
             output.addcmul_(own_weights[..., column, None], own_value[:, :, None])
         ctx.save_for_backward(query, key, value, rows, output, log_sums, *own)
         ctx.blocks, ctx.columns = blocks, columns
-        return output.view(query.shape)
+        return output.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, rows, output, log_sums, *own = ctx.saved_tensors
         columns, scale = ctx.columns, 1.0 / math.sqrt(query.shape[-1])
         scaled = _group(query, key.shape[1]) * scale
-        grad = grads[0].reshape(scaled.shape)
+        grad = grads[0].reshape(output.shape)
         delta = (_wide(grad) * _wide(output)).sum(-1)  # [R, kv, G]
         grad_query = torch.empty_like(scaled)
         grad_key = torch.zeros_like(_wide(key))
-        grad_value = torch.zeros_like(grad_key)
+        grad_value = torch.zeros_like(_wide(value))
         for block in ctx.blocks:
             first, last, start, stop = block
             scores = _scores(scaled, key, rows, block)

@@ -25,6 +25,7 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Samples that the size of the states is read from.
 SCALE_SAMPLES = 32
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def drafter_shape(
@@ -34,13 +35,17 @@ def drafter_shape(
     shape = target.shape
     sizes = dict(target.adapter.drafter_defaults(shape))
     sizes.update({name: getattr(cfg, name) for name in SIZES if getattr(cfg, name) is not None})
+    latent = _latent_sizes(cfg, target)
+    if latent:
+        width = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+        sizes |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": width}
     heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
     if heads % kv_heads:
         raise RequestError(
             f"drafter.num_key_value_heads: found {kv_heads} for {heads} attention heads, expected a divisor of "
             f"{heads}; try drafter.num_key_value_heads={heads}"
         )
-    if head_dim % 2:
+    if not latent and head_dim % 2:
         raise RequestError(
             f"drafter.head_dim: found {head_dim}, expected an even number (rotary embedding turns pairs); "
             f"try drafter.head_dim={head_dim + 1}"
@@ -52,6 +57,7 @@ def drafter_shape(
         vocab_size=shape.vocab_size,
         draft_vocab_size=draft_vocab_size,
         **{name: sizes[name] for name in SIZES},
+        **latent,
         rms_norm_eps=shape.rms_norm_eps,
         rope_theta=shape.rope_theta,
         rope_scaling=shape.rope_scaling,
@@ -60,6 +66,38 @@ def drafter_shape(
         **{name: getattr(cfg, name) for name in VARIANTS},
         hidden_act=shape.hidden_act,
     )
+
+
+def _latent_sizes(cfg: DrafterConfig, target: Target) -> dict[str, int]:
+    """Latent attention's sizes, the target's where none are given; none for a dense drafter."""
+    given = [name for name in LATENT_SIZES if getattr(cfg, name) is not None]
+    if cfg.attention != "mla":
+        if given:
+            raise RequestError(
+                f"drafter.{given[0]}: found {getattr(cfg, given[0])} with drafter.attention={cfg.attention}, expected "
+                "it only with latent attention; try drafter=mla"
+            )
+        return {}
+    grouped = [name for name in ("num_key_value_heads", "head_dim") if getattr(cfg, name) is not None]
+    if grouped:
+        raise RequestError(
+            f"drafter.{grouped[0]}: found {getattr(cfg, grouped[0])}, expected null with drafter.attention=mla, whose "
+            f"heads are sized by {', '.join(LATENT_SIZES[2:])}; leave it out"
+        )
+    text = target.adapter.text_config(target.config)
+    sizes = {name: getattr(cfg, name) or getattr(text, name, None) for name in LATENT_SIZES}
+    missing = [name for name, size in sizes.items() if not size]
+    if missing:
+        raise RequestError(
+            f"drafter.attention: found mla for a target of {target.shape.architecture}, which has no "
+            f"{', '.join(missing)} to take over; set drafter.{missing[0]} and the like, or try drafter=dense"
+        )
+    if sizes["qk_rope_head_dim"] % 2:
+        raise RequestError(
+            f"drafter.qk_rope_head_dim: found {sizes['qk_rope_head_dim']}, expected an even number (rotary embedding "
+            f"turns pairs); try drafter.qk_rope_head_dim={sizes['qk_rope_head_dim'] + 1}"
+        )
+    return sizes
 
 
 def state_scales(store: StatesStore, layer_ids: tuple[int, ...]) -> list[float]:

@@ -22,6 +22,9 @@ from torch.nn import functional as F
 
 from eagle3.attention import Block, unroll_attention
 from eagle3.errors import RequestError, StoreError
+from eagle3.latent_attention import LatentAttention
+from eagle3.norm import Norm
+from eagle3.rotary import Rotary
 from eagle3.slots import SlotRows
 
 WEIGHTS = "drafter.safetensors"
@@ -52,6 +55,12 @@ class DrafterShape:
     fc_norm: bool = False
     norm_output: bool = False
     hidden_act: str = "silu"
+    # Latent attention's sizes; with it `head_dim` is that of a query and `num_key_value_heads` the query heads'.
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
 
     def plain(self) -> dict[str, Any]:
         """As plain JSON values, for manifests."""
@@ -63,63 +72,8 @@ class DrafterShape:
         return cls(**{**values, "layer_ids": tuple(values["layer_ids"])})
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding with the target's theta and scaling, in the half-split layout of Llama and vLLM."""
-
-    frequencies: Tensor
-
-    def __init__(self, shape: DrafterShape) -> None:
-        super().__init__()
-        frequencies, self.attention_scaling = rope_frequencies(shape)
-        self.register_buffer("frequencies", frequencies, persistent=False)
-
-    def forward(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Rotates heads [R, n, D] at positions [R]."""
-        real = torch.float64 if heads.dtype == torch.float64 else torch.float32
-        angles = positions[:, None].to(real) * self.frequencies.to(real)
-        cos = (angles.cos() * self.attention_scaling)[:, None]
-        sin = (angles.sin() * self.attention_scaling)[:, None]
-        left, right = heads.to(real).chunk(2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(heads.dtype)
-
-
-def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
-    """The angular frequency of each pair of dimensions [head_dim / 2] and the factor on cos and sin.
-
-    Scaling (linear, llama3, yarn, ...) is transformers' own arithmetic. RequestError for a kind that it does not know.
-    """
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    scaling = dict(shape.rope_scaling or {})
-    kind = scaling.pop("type", None)
-    parameters = {"rope_type": kind or "default", **scaling, "rope_theta": shape.rope_theta}
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-    )
-    config.rope_parameters = parameters
-    try:
-        rotary = LlamaRotaryEmbedding(config)
-    except KeyError as error:
-        raise RequestError(
-            f"the target's rope_scaling {shape.rope_scaling}: transformers misses {error} there; expected a kind and "
-            "fields that it knows, such as linear, llama3 or yarn"
-        ) from error
-    return rotary.inv_freq.clone(), float(rotary.attention_scaling)
-
-
-class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its weight, whatever autocast made of its input; returns the input's dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
-
-
 class Attention(nn.Module):
-    """The four projections; queries, keys and values read the pair (embedding, state) of width 2H."""
+    """The paper's four projections; queries, keys and values read the pair (embedding, state) of width 2H."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -130,17 +84,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
 
-    def queries(self, pair: Tensor) -> Tensor:
-        """[R, 2H] → [R, heads, D], not yet rotated."""
-        return self.q_proj(pair).unflatten(-1, (self.heads, self.head_dim))
+    def queries(self, pair: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+        """[R, 2H] → [R, heads, D], rotated at `positions` [R]."""
+        return rotary(self.q_proj(pair).unflatten(-1, (self.heads, self.head_dim)), positions)
 
-    def keys(self, pair: Tensor) -> Tensor:
-        """[R, 2H] → [R, kv_heads, D], not yet rotated."""
-        return self.k_proj(pair).unflatten(-1, (self.kv_heads, self.head_dim))
-
-    def values(self, pair: Tensor) -> Tensor:
-        """[R, 2H] → [R, kv_heads, D]."""
-        return self.v_proj(pair).unflatten(-1, (self.kv_heads, self.head_dim))
+    def columns(self, pair: Tensor, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, 2H] → keys, rotated, and values, each [R, kv_heads, D]."""
+        keys = rotary(self.k_proj(pair).unflatten(-1, (self.kv_heads, self.head_dim)), positions)
+        return keys, self.v_proj(pair).unflatten(-1, (self.kv_heads, self.head_dim))
 
 
 class Mlp(nn.Module):
@@ -165,7 +116,7 @@ class MidLayer(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.norm_before_residual = shape.norm_before_residual
-        self.self_attn = Attention(shape)
+        self.self_attn = LatentAttention(shape) if shape.attention == "mla" else Attention(shape)
         self.mlp = Mlp(shape)
         self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -315,7 +266,7 @@ class Eagle3Drafter(nn.Module):
         layer, attention = self.midlayer, self.midlayer.self_attn
         # Step 0: keys and values of every row; its last token's column in a document is never attended to.
         pair, residual = layer.enter(self.embed(input_ids.roll(-1)), self.fuse(hidden_states))
-        key, value = self.rotary(attention.keys(pair), position_ids), attention.values(pair)
+        key, value = attention.columns(pair, self.rotary, position_ids)
         rows = slots.rows[0]
         pair, features = pair[rows], residual[rows]
         residual = features
@@ -330,9 +281,10 @@ class Eagle3Drafter(nn.Module):
                     features = features[kept]
                     own_keys, own_values = [x[kept] for x in own_keys], [x[kept] for x in own_values]
                 pair, residual = layer.enter(self.embed(input_ids[rows + 1 + k]), features)
-                own_keys.append(self.rotary(attention.keys(pair), positions))
-                own_values.append(attention.values(pair))
-            query = self.rotary(attention.queries(pair), positions)
+                own_key, own_value = attention.columns(pair, self.rotary, positions)
+                own_keys.append(own_key)
+                own_values.append(own_value)
+            query = attention.queries(pair, self.rotary, positions)
             attended = unroll_attention(query, key, value, own_keys, own_values, rows, blocks[k])
             g = layer.leave(attended, residual)
             output = self.norm(g)
@@ -354,9 +306,9 @@ class Eagle3Drafter(nn.Module):
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         pair, residual = layer.enter(self.embed(input_ids), features)
-        query = self.rotary(attention.queries(pair), positions)
+        query = attention.queries(pair, self.rotary, positions)
         before = cache.length
-        keys, values = cache.append(self.rotary(attention.keys(pair), positions), attention.values(pair))
+        keys, values = cache.append(*attention.columns(pair, self.rotary, positions))
         columns = torch.arange(len(keys), device=keys.device)
         mask = columns[None, :] <= (before + torch.arange(len(query), device=keys.device))[:, None]
         attended = F.scaled_dot_product_attention(

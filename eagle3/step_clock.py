@@ -22,21 +22,28 @@ def needed_flops(shape: DrafterShape, layout: RowLayout) -> dict[str, float]:
 
     A product of n rows with an [a, b] weight costs 2 n a b forward, as much for its input's gradient and as much for
     its weight's. Inputs without a parameter before them need no gradient; embedding halves of q, k, v are needed once
-    a token; attention's backward pass is two and a half times its forward pass.
+    a token; attention's backward pass makes its scores again, and four products more.
     """
-    h, q = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    kv = 2 * shape.num_key_value_heads * shape.head_dim
+    h, heads = shape.hidden_size, shape.num_attention_heads
     rows, tokens, first = layout.stacked, layout.tokens, layout.counts[0]
-    taught = len(layout.teacher_tokens)
+    taught, columns = len(layout.teacher_tokens), tokens + rows - first
+    # What the pair's projections make of a row (q) and of a column (kv), and the widths of a head's query and value.
+    q, kv, expansion = heads * shape.head_dim, 2 * shape.num_key_value_heads * shape.head_dim, 0.0
+    query, value = shape.head_dim, shape.head_dim
+    if shape.attention == "mla":
+        q, kv, value = shape.q_lora_rank, shape.kv_lora_rank + shape.qk_rope_head_dim, shape.v_head_dim
+        expansion = 6.0 * heads * rows * shape.q_lora_rank * query
+        expansion += 6.0 * heads * columns * shape.kv_lora_rank * (shape.qk_nope_head_dim + value)
     return {
         "fc": 4.0 * tokens * len(shape.layer_ids) * shape.target_hidden_size * h,
         "embedding_half": 4.0 * h * (tokens * kv + taught * q),
-        "state_half": 6.0 * h * (rows * q + (tokens + rows - first) * kv),
-        "output_projection": 6.0 * rows * q * h,
+        "state_half": 6.0 * h * (rows * q + columns * kv),
+        "latent_expansion": expansion,
+        "output_projection": 6.0 * rows * heads * value * h,
         "mlp": 6.0 * rows * 3 * h * shape.intermediate_size,
         "head": 6.0 * rows * h * shape.draft_vocab_size,
         "teacher": 2.0 * taught * h * shape.vocab_size,
-        "attention": 3.5 * 4 * layout.seen * q,
+        "attention": 2.0 * layout.seen * heads * (4 * query + 3 * value),
     }
 
 

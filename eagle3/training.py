@@ -159,7 +159,7 @@ class DrafterTraining(LightningModule):
                 group["lr"] = self.recipe.lr * factor
         self._tally = Tally(self.settings.unroll_steps, self.device)
         self._clock = StepClock(self.device)
-        self._rate = matrix_rate(self.device) if self.fused is not None else None
+        self._rate = matrix_rate(self.device) if self.device.type == "cuda" else None
 
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         """The clock of the log starts."""

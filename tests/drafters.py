@@ -48,6 +48,17 @@ def make_shape(**changes: object) -> DrafterShape:
     return DrafterShape(**{**values, **changes})
 
 
+MLA = {
+    "attention": "mla",
+    "head_dim": 10,
+    "q_lora_rank": 7,
+    "kv_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+
+
 def make_drafter(shape: DrafterShape, seed: int = 0, dtype: torch.dtype = torch.float64) -> Eagle3Drafter:
     """Weights wide enough that every part of the network matters; a reduced vocabulary has every other token."""
     generator = torch.Generator().manual_seed(seed)

@@ -61,22 +61,27 @@ def unroll(
     row_loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     frequencies: Tensor | None = None,
     rope_factor: float = 1.0,
+    softmax_factor: float = 1.0,
 ) -> Result:
     """The loss of one training step on these documents. `teacher` maps one final state [H] to logits [V]."""
     s = shape
     vocabulary = set(target_ids)
     eps, heads, kv, dim = s.rms_norm_eps, s.num_attention_heads, s.num_key_value_heads, s.head_dim
+    latent = s.attention == "mla"
+    if latent:
+        kv, dim = heads, s.qk_rope_head_dim
     if frequencies is None:
         frequencies = (1.0 / s.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)).double()
 
     def rotate(vector: Tensor, position: int) -> Tensor:
-        turned = []
+        turned = list(vector)
         half = dim // 2
         for i in range(half):
             c = torch.cos(position * frequencies[i]) * rope_factor
             n = torch.sin(position * frequencies[i]) * rope_factor
-            turned.append((vector[i] * c - vector[i + half] * n, vector[i + half] * c + vector[i] * n))
-        return torch.stack([a for a, _ in turned] + [b for _, b in turned])
+            a, b = (2 * i, 2 * i + 1) if latent else (i, i + half)
+            turned[a], turned[b] = vector[a] * c - vector[b] * n, vector[b] * c + vector[a] * n
+        return torch.stack(turned)
 
     def column(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
         """What the projections read, and the residual."""
@@ -86,7 +91,25 @@ def unroll(
 
     def project(name: str, pair: Tensor, count: int) -> list[Tensor]:
         flat = weights[f"midlayer.self_attn.{name}.weight"] @ pair
-        return [flat[h * dim : (h + 1) * dim] for h in range(count)]
+        size = len(flat) // count
+        return [flat[h * size : (h + 1) * size] for h in range(count)]
+
+    def queries(pair: Tensor, position: int) -> list[Tensor]:
+        if not latent:
+            return [rotate(x, position) for x in project("q_proj", pair, heads)]
+        (small,) = project("q_a_proj", pair, 1)
+        small = rms_norm(small, weights["midlayer.self_attn.q_a_layernorm.weight"], eps)
+        n = s.qk_nope_head_dim
+        return [torch.cat((x[:n], rotate(x[n:], position))) for x in project("q_b_proj", small, heads)]
+
+    def key_and_value(pair: Tensor, position: int) -> tuple[list[Tensor], list[Tensor]]:
+        if not latent:
+            return [rotate(x, position) for x in project("k_proj", pair, kv)], project("v_proj", pair, kv)
+        (both,) = project("kv_a_proj_with_mqa", pair, 1)
+        small, shared = both[: s.kv_lora_rank], rotate(both[s.kv_lora_rank :], position)
+        small = rms_norm(small, weights["midlayer.self_attn.kv_a_layernorm.weight"], eps)
+        n, expanded = s.qk_nope_head_dim, project("kv_b_proj", small, heads)
+        return [torch.cat((x[:n], shared)) for x in expanded], [x[n:] for x in expanded]
 
     counts = [0] * steps
     for document in documents:
@@ -110,8 +133,9 @@ def unroll(
                 break
             pair, residual = column(features[t], document.input_ids[t + 1])
             pairs.append((pair, residual))
-            keys.append([rotate(x, t) for x in project("k_proj", pair, kv)])
-            values.append(project("v_proj", pair, kv))
+            key, value = key_and_value(pair, t)
+            keys.append(key)
+            values.append(value)
         for t in range(length - 1):
             own: list[tuple[list[Tensor], list[Tensor]]] = []
             state = features[t]
@@ -122,18 +146,12 @@ def unroll(
                     pair, residual = pairs[t]
                 else:
                     pair, residual = column(state, document.input_ids[t + 1 + k])
-                    own.append(
-                        (
-                            [rotate(x, t + k) for x in project("k_proj", pair, kv)],
-                            project("v_proj", pair, kv),
-                        )
-                    )
+                    own.append(key_and_value(pair, t + k))
                 seen = [(keys[j], values[j]) for j in range(t + 1)] + own
                 attended = []
-                for h, query in enumerate(project("q_proj", pair, heads)):
+                for h, query in enumerate(queries(pair, t + k)):
                     group = h // (heads // kv)
-                    query = rotate(query, t + k)
-                    scores = torch.stack([query @ key[group] for key, _ in seen]) / dim**0.5
+                    scores = torch.stack([query @ key[group] for key, _ in seen]) * softmax_factor / len(query) ** 0.5
                     share = torch.softmax(scores, 0)
                     attended.append(sum(share[j] * value[group] for j, (_, value) in enumerate(seen)))
                 hidden = residual + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)

@@ -37,8 +37,9 @@ def test_output_and_gradients_equal_one_softmax(heads: int, kv_heads: int, colum
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    query, key, value = random(len(rows), heads, dim), random(total, kv_heads, dim), random(total, kv_heads, dim)
-    own = [(random(len(rows), kv_heads, dim), random(len(rows), kv_heads, dim)) for _ in range(columns)]
+    wide = dim + heads % 2  # of values
+    query, key, value = random(len(rows), heads, dim), random(total, kv_heads, dim), random(total, kv_heads, wide)
+    own = [(random(len(rows), kv_heads, dim), random(len(rows), kv_heads, wide)) for _ in range(columns)]
     inputs = [query, key, value, *[k for k, _ in own], *[v for _, v in own]]
     blocks = attention_blocks(rows, cu_seqlens, block)
     found = unroll_attention(query, key, value, [k for k, _ in own], [v for _, v in own], rows, blocks)

@@ -10,10 +10,12 @@ import torch
 
 from eagle3 import loss
 from eagle3.batches import pack
-from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter, rope_frequencies, save_drafter
+from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError, StoreError
+from eagle3.latent_attention import softmax_factor
+from eagle3.rotary import rope_frequencies
 from tests import reference
-from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
+from tests.drafters import MLA, Teacher, make_document, make_drafter, make_shape, train_step
 
 REDUCED = {"draft_vocab_size": 15}
 VARIANTS = {
@@ -35,6 +37,14 @@ VARIANTS = {
         **REDUCED,
     },
     "other head width": {"head_dim": 6, "num_key_value_heads": 2},
+    "latent attention": MLA,
+    "latent attention, all norms": {
+        **MLA,
+        "norm_before_residual": True,
+        "fc_norm": True,
+        "norm_output": True,
+        **REDUCED,
+    },
 }
 
 
@@ -150,6 +160,36 @@ def test_scaled_rope_equals_the_double_loop(scaling: dict) -> None:
     torch.testing.assert_close(train_step(drafter, docs, steps=2).loss, expected.loss)
 
 
+def test_yarn_for_latent_attention_equals_the_double_loop_and_transformers() -> None:
+    """Kimi's form: `mscale` and `mscale_all_dim` cancel in cos and sin and come back, squared, in the softmax."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    scaling = {
+        "rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    shape = make_shape(**MLA, rope_scaling=scaling)
+    theirs = DeepseekV3Attention(
+        DeepseekV3Config(
+            **{name: getattr(shape, name) for name in MLA if name not in ("attention", "head_dim")},
+            hidden_size=shape.hidden_size,
+            num_attention_heads=4,
+            rope_parameters={**scaling, "rope_theta": shape.rope_theta},
+            max_position_embeddings=4096,
+        ),
+        layer_idx=0,
+    )
+    assert softmax_factor(shape) / 10**0.5 == pytest.approx(theirs.scaling)
+    drafter = make_drafter(shape)
+    frequencies, factor = rope_frequencies(shape)
+    assert len(frequencies) == 2
+    assert factor == 1.0
+    docs = documents(shape)[:2]
+    expected = referenced(drafter, docs, 2, frequencies=frequencies.double(), softmax_factor=theirs.scaling * 10**0.5)
+    torch.testing.assert_close(train_step(drafter, docs, steps=2).loss, expected.loss)
+
+
 def test_unknown_rope_scaling_is_refused() -> None:
     with pytest.raises(RequestError, match=r"rope_scaling .*spiral"):
         make_drafter(make_shape(rope_scaling={"rope_type": "spiral", "factor": 2.0}))
@@ -168,7 +208,7 @@ def test_packed_equals_unpacked() -> None:
         torch.testing.assert_close(grad, theirs[parameter])
 
 
-@pytest.mark.parametrize("name", ["dense", "grouped queries", "normed output", "all norms"])
+@pytest.mark.parametrize("name", ["dense", "grouped queries", "normed output", "all norms", "latent attention"])
 def test_decoding_with_a_cache_equals_the_unroll(name: str) -> None:
     """T5: three drafting steps from every slot; the head sees the normed output, the next step the un-normed one
     (or the normed one where `norm_output` says so)."""

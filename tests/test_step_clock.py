@@ -10,7 +10,7 @@ import torch
 
 from eagle3.batches import pack
 from eagle3.step_clock import PARTS, StepClock, needed_flops
-from tests.drafters import make_document, make_shape
+from tests.drafters import MLA, make_document, make_drafter, make_shape
 
 
 def test_parts_add_up_and_start_anew_after_each_reading() -> None:
@@ -49,3 +49,27 @@ def test_needed_work_counts_only_rows_that_a_gradient_needs() -> None:
     seen = sum(sum(slot + 1 + k for slot in range(11, 18 - k)) for k in range(3))
     assert found["attention"] == 3.5 * 4 * seen * q
     assert found["teacher"] == 2 * len(np.arange(12, 19)) * h * 23
+
+
+def test_needed_work_of_latent_attention_is_that_of_its_products() -> None:
+    """Counted by torch on the drafter's own forward pass, where every row is needed at the one step."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = make_shape(**MLA)
+    drafter = make_drafter(shape)
+    batch = pack([make_document(shape, [(0, 20)], 20, 1)], 1, with_layout=True)
+    assert batch.layout is not None
+    found = needed_flops(shape, batch.layout)
+    pair = torch.randn(18, 32, dtype=torch.float64)
+    attention, positions = drafter.midlayer.self_attn, torch.arange(18)
+    with FlopCounterMode(display=False) as counter:
+        attention.queries(pair, drafter.rotary, positions)
+        attention.columns(pair, drafter.rotary, positions)
+    # Forward is a third of a weight's work; embedding halves lack the gradient of their input, hence a half.
+    rows, columns = batch.layout.stacked, batch.layout.tokens
+    latents = 7 * rows + 13 * columns
+    assert found["state_half"] / 3 == 2 * 16 * latents
+    expansion = found["latent_expansion"] / 3
+    assert expansion == 2 * 4 * (rows * 7 * 10 + columns * 9 * 11)
+    assert counter.get_total_flops() == 2 * 18 * (32 * (7 + 13) + 7 * 40 + 9 * 44)
+    assert found["attention"] == 2 * batch.layout.seen * 4 * (4 * 10 + 3 * 5)

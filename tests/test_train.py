@@ -26,6 +26,11 @@ from tests.conftest import write_target
 from tests.stages import run_stage
 from tests.trained import copied, make_inputs, train_config, train_words, trained
 
+LATENT = (
+    *("drafter=mla", "drafter.q_lora_rank=24", "drafter.kv_lora_rank=16"),
+    *("drafter.qk_nope_head_dim=8", "drafter.qk_rope_head_dim=4", "drafter.v_head_dim=12"),
+)
+
 
 @pytest.fixture(scope="session")
 def inputs(tiny_target: Path) -> Path:
@@ -125,6 +130,21 @@ def test_what_changes_the_result_changes_the_id(
     assert train.drafter(train_config(folder, tiny_target, given, override), artifacts).id != artifact.id
 
 
+def test_a_drafter_with_latent_attention_learns(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    _, artifact, run = trained(train_config(copied(inputs, tmp_path), tiny_target, *LATENT))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-2]["train/loss"] < lines[0]["train/loss"] - 0.2
+    assert lines[-1]["validation/simulated_acceptance_length"] > 1.05
+    shape = DrafterShape.from_plain(artifact.manifest()["shape"])
+    assert (shape.attention, shape.head_dim, shape.num_key_value_heads) == ("mla", 12, shape.num_attention_heads)
+    weights = load_file(artifact.folder / WEIGHTS)
+    names = {name.removeprefix("midlayer.self_attn.") for name in weights if "self_attn" in name}
+    assert names == {
+        *("q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight"),
+        *("kv_a_layernorm.weight", "kv_b_proj.weight", "o_proj.weight"),
+    }
+
+
 def test_dry_run_says_and_does_nothing(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
     cfg = train_config(copied(inputs, tmp_path), tiny_target, "dry_run=true")
     metrics, run = run_stage("train", cfg)
@@ -140,6 +160,10 @@ def test_dry_run_says_and_does_nothing(inputs: Path, tiny_target: Path, tmp_path
         (["drafter.draft_vocab_size=401"], r"drafter\.draft_vocab_size: found 401, expected 2 to 400"),
         (["drafter.num_key_value_heads=3"], r"drafter\.num_key_value_heads: found 3 for 4 attention heads"),
         (["drafter.head_dim=7"], r"drafter\.head_dim: found 7, expected an even number"),
+        (["drafter=mla"], r"drafter\.attention: found mla .*LlamaForCausalLM, which has no q_lora_rank, kv_lora_rank"),
+        (["drafter.kv_lora_rank=8"], r"drafter\.kv_lora_rank: found 8 with drafter\.attention=dense.*drafter=mla"),
+        (["drafter=mla", "drafter.head_dim=8"], r"drafter\.head_dim: found 8, expected null .*qk_nope_head_dim"),
+        ([*LATENT, "drafter.qk_rope_head_dim=5"], r"drafter\.qk_rope_head_dim: found 5, expected an even number"),
         (["+drafter.losses.hinge=1"], r"drafter\.losses: found \['hinge'\]"),
         (["+trainer.lightning.max_steps=3"], r"trainer\.lightning\.max_steps: is decided by trainer\.max_steps"),
         (["drafter.warm_start=none-such"], r"drafter.*none-such"),
