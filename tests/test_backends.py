@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import nn
 
 from eagle3.adapters.kimi_k25 import KimiK25Adapter
@@ -63,6 +65,23 @@ def test_hardware_can_expect_otherwise_or_nothing() -> None:
     adapter = KimiK25Adapter().expected_backends()
     assert expected_backends(adapter, {"prefill": "TRTLLM"})["prefill"] == "TRTLLM"
     assert "moe" not in expected_backends(adapter, {"moe": None})
+
+
+def test_shipped_hardware_expects_what_kimi_ends_up_with() -> None:
+    """An override in conf/hardware that no load could meet would stop each one after its eighteen minutes."""
+    model = nn.ModuleList([Attention("FLASH_ATTN"), Experts(4)])
+    for path in sorted((Path(__file__).parents[1] / "conf" / "hardware").glob("*.yaml")):
+        override: Any = OmegaConf.to_container(OmegaConf.load(path))
+        expected = expected_backends(KimiK25Adapter().expected_backends(), override.get("expected_backends") or {})
+        assert mismatches(expected, model_backends(model, "compressed-tensors")) == [], path.name
+
+
+def test_a_wrapped_method_still_tells_and_case_does_not_matter() -> None:
+    experts = Experts(4)
+    experts.quant_method = SimpleNamespace(old_quant_method=experts.quant_method)
+    found = model_backends(nn.ModuleList([experts]), None)
+    assert found["moe"] == "MARLIN_WNA16"
+    assert mismatches({"moe": "marlin_wna16", "moe_bits": 4}, found) == []
 
 
 def test_the_log_speaks_of_the_same_names() -> None:

@@ -39,6 +39,8 @@ def model_backends(model: nn.Module, quantization: str | None) -> dict[str, Any]
         method = getattr(module, "quant_method", None)
         if method is None:
             continue
+        # Some parallel settings wrap it, which hides what it has chosen.
+        method = getattr(method, "old_quant_method", method)
         experts = getattr(method, "wna16_backend", None)
         if experts is not None:
             add("moe", f"{experts.value}_WNA16")
@@ -72,5 +74,6 @@ def mismatches(expected: Mapping[str, Any], found: Mapping[str, Any], *, partial
     return [
         f"{name}: expected {value}, found {found.get(name)}"
         for name, value in expected.items()
-        if not (partial and name not in found) and found.get(name) != value
+        # Names are the same in any case; numbers stand for themselves.
+        if not (partial and name not in found) and str(found.get(name)).upper() != str(value).upper()
     ]
