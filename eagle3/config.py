@@ -211,7 +211,7 @@ class InputsConfig:
 class ExportConfig:
     """For which server the drafter is written."""
 
-    target: str = choice("vllm")
+    target: str = choice("vllm", "sglang", "speculators", "hf")
     engine_version: str | None = None
     dtype: str = choice("auto", "float32", "bfloat16", "float16")
 

@@ -145,3 +145,28 @@ def build_vocab(
         tokenizer_hash,
         int((ranked[chosen] == 0).sum()),
     )
+
+
+def check_vocabulary_map(d2t: Tensor, t2d: Tensor, vocab_size: int, where: str) -> None:
+    """Raises RequestError, naming `where`, unless `d2t` (int64 offsets [D]) and `t2d` (bool [V]) are one valid map."""
+    draft_size = len(d2t)
+    faults: list[str] = []
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        faults.append(f"types {d2t.dtype} and {t2d.dtype} instead of int64 and bool")
+    if len(t2d) != vocab_size:
+        faults.append(f"t2d of {len(t2d)} entries instead of the target's {vocab_size}")
+    target_ids = torch.arange(draft_size) + d2t.cpu().long()
+    outside = target_ids[(target_ids < 0) | (target_ids >= vocab_size)]
+    if len(outside):
+        faults.append(f"{len(outside)} target ids out of range, such as {int(outside[0])}")
+    elif len(target_ids.unique()) != draft_size:
+        faults.append(f"{draft_size - len(target_ids.unique())} repeated target ids")
+    elif not faults and (int(t2d.sum()) != draft_size or not bool(t2d.cpu()[target_ids].all())):
+        faults.append(f"a t2d that marks {int(t2d.sum())} ids, not the {draft_size} that d2t leads to")
+    if not faults and draft_size < vocab_size and not d2t.any():
+        faults.append(f"an all-zero d2t, which would map the drafts to the target's first {draft_size} ids")
+    if faults:
+        raise RequestError(
+            f"{where}: the vocabulary map has {'; '.join(faults)}; expected every i + d2t[i] distinct, below "
+            f"{vocab_size} and set in t2d; train the drafter again or choose another with inputs.drafter="
+        )

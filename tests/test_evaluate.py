@@ -122,8 +122,28 @@ def test_s8_a_half_written_drafter_is_refused(cfg: Config, tmp_path: Path) -> No
 
 
 def test_another_server_is_refused_naming_those_that_are_supported(cfg: Config) -> None:
-    with pytest.raises(RequestError, match=r"export\.target.*sglang.*vllm"):
-        configure("export.target=sglang")
+    with pytest.raises(RequestError, match=r"export\.target.*vllm or sglang or speculators or hf"):
+        configure("export.target=tensorrt")
+
+
+def test_x6_a_server_that_cannot_read_the_drafter_is_refused_before_anything_is_written(cfg: Config) -> None:
+    with pytest.raises(RequestError, match=r"export\.engine_version: found '0\.9\.0'"):
+        run_stage("export", change(cfg, "export", engine_version="0.9.0"))
+    assert not list(Path(cfg.output_dir).rglob("model.safetensors"))
+
+
+@pytest.mark.parametrize("target", ["sglang", "speculators", "hf"])
+def test_every_export_target_is_read_back_and_measured(cfg: Config, target: str) -> None:
+    metrics, _ = run_stage("export", change(cfg, "export", target=target))
+    folder = Path(metrics["folder"])
+    assert metrics["checks"]["logits_equal"]
+    assert metrics["checks"]["rules"].startswith(target)
+    evaluated, _ = run_stage("evaluate", change(cfg, "inputs", drafter=None, export=str(folder)))
+    assert evaluated["acceptance_length_all"] >= 1
+    card = (folder / "README.md").read_text()
+    length = evaluated["sets"]["asked"]["acceptance_length"]
+    shown = "-" if length is None else f"{length:.3f}"
+    assert f"| eagle3's decoder, float32 | 3 of asked | 3 | 0.0 | {shown} |" in card
 
 
 def test_a_short_drafter_warns(cfg: Config, tiny_target: Path, tmp_path: Path, caplog: Any) -> None:

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from eagle3.adapter import TargetShape
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.errors import RequestError
-from eagle3.export import check_vocabulary_map, export_drafter, import_drafter
+from eagle3.export import export_drafter
+from eagle3.published import import_drafter
+from eagle3.vocab import check_vocabulary_map
 
 V, D, H = 120, 40, 32
 LLAMA3 = {

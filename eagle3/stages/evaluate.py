@@ -26,7 +26,8 @@ from eagle3.engines.transformers import TransformersEngine
 from eagle3.engines.vllm_settings import installed_version
 from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import OURS, PromptResult, differences, find_difference, summarize, table
-from eagle3.export import import_drafter
+from eagle3.model_card import add_measurement
+from eagle3.published import import_drafter
 from eagle3.runs import Artifact, Artifacts, Run, write_json
 from eagle3.stages import export, extract
 from eagle3.tokens import Prepared, stop_ids
@@ -75,8 +76,10 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if engine_name(cfg) == "vllm":
         return _serve(cfg, run, target, sets, measured, manifest)
     embedding = target.embedding()
-    read = import_drafter if measured.kind == "export" else load_drafter
-    drafter = read(measured.folder, embedding)
+    if measured.kind == "export":
+        drafter = import_drafter(measured.folder, embedding, target.shape.num_layers, cfg.layers.ids)
+    else:
+        drafter = load_drafter(measured.folder, embedding)
     trained = manifest.get("training" if measured.kind == "export" else "metrics", {})
     hardware = dataclasses.replace(cfg.hardware, engine="transformers")
     with open_engine(dataclasses.replace(cfg, hardware=hardware), target) as engine:
@@ -104,6 +107,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     }
     records = [{"set": name, **result.record()} for name, found in results.items() for result in found]
     write_json(run.folder / RESULT, {"setting": setting, **metrics, "records": records})
+    if measured.kind == "export":
+        add_measurement(run.artifacts, measured, f"eagle3's decoder, {info.dtype}", k, temperature, summaries)
     run.show(table(summaries, cfg.evaluate.baselines, k, f"drafter {measured.folder}"))
     real = every["acceptance_length"]
     if real is not None and simulated is not None:
@@ -161,6 +166,14 @@ def _serve(
     looping = [key for key, text in found.texts.items() if served_evaluation.looping(text)]
     setting = _setting(cfg, target, info, sets, measured)
     write_json(run.folder / RESULT, {"setting": setting, **metrics, "looping_prompts": looping, "records": records})
+    add_measurement(
+        run.artifacts,
+        measured,
+        f"vllm {found.version}, {found.dtype}",
+        cfg.evaluate.k,
+        cfg.evaluate.temperature,
+        metrics["sets"],
+    )
     run.show(served_evaluation.table(found, f"vllm {found.version} on {found.dtype}, drafter {measured.folder}"))
     changed = [
         f"{point.set} {key} (k {point.setting.k}, {point.setting.batch_size} at once): {difference}"

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from eagle3 import layers
+from eagle3 import layers, servers
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import DrafterShape, load_drafter
-from eagle3.export import CONFIG, export_drafter
+from eagle3.export import export_drafter
+from eagle3.model_card import CARD, card_facts, model_card
+from eagle3.published import CONFIG
 from eagle3.runs import MANIFEST, Artifact, Artifacts, Run
 from eagle3.stages import train
+from eagle3.weights import read_json
 
 MAKE = "eagle3 stage=export"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,25 +71,33 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
             drafter.shape.max_position_embeddings,
             needed,
         )
+    servers.check(cfg.export.target, cfg.export.engine_version, drafter.shape, target.shape)
     folder = run.artifacts.begin(artifact)
-    checks = export_drafter(drafter, target.shape, folder, dtype)
-    metrics = {"folder": str(artifact.folder), "checks": checks}
-    card = _model_card(cfg, target, drafter.shape, source, artifact, checks)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    run.artifacts.commit(
-        artifact,
-        {
-            "metrics": metrics,
-            "target": target.fingerprint(),
-            "drafter": _id(source),
-            "training": source.manifest().get("metrics", {}),
-            "engine": cfg.export.target,
-            "engine_version": cfg.export.engine_version,
-            "layer_ids": list(drafter.shape.layer_ids),
-            "layer_convention": layers.CONVENTION,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
+    checks = export_drafter(
+        drafter,
+        target.shape,
+        folder,
+        dtype,
+        cfg.export.target,
+        cfg.export.engine_version,
+        verifier=cfg.model.path,
+        k=cfg.evaluate.k,
     )
+    metrics = {"folder": str(artifact.folder), "checks": checks}
+    manifest = {
+        "metrics": metrics,
+        "target": target.fingerprint(),
+        "drafter": _id(source),
+        "training": source.manifest().get("metrics", {}),
+        "engine": cfg.export.target,
+        "engine_version": cfg.export.engine_version,
+        "layer_ids": list(drafter.shape.layer_ids),
+        "layer_convention": layers.CONVENTION,
+        "dtype": str(dtype).removeprefix("torch."),
+        "card": _card(cfg, target, drafter.shape, source, run.artifacts, checks),
+    }
+    (folder / CARD).write_text(model_card(manifest, artifact.folder), encoding="utf-8")
+    run.artifacts.commit(artifact, manifest)
     run.wrote(artifact)
     run.log.info("export: %s, logits equal before and after", artifact.folder)
     return metrics
@@ -115,43 +126,26 @@ def _dtype(cfg: Config, target: Target) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found in _DTYPES.values() else torch.bfloat16
 
 
-def _model_card(
-    cfg: Config, target: Target, shape: DrafterShape, source: Artifact, artifact: Artifact, checks: dict[str, Any]
-) -> str:
+def _card(
+    cfg: Config, target: Target, shape: DrafterShape, source: Artifact, artifacts: Artifacts, checks: dict[str, Any]
+) -> dict[str, Any]:
+    """What the model card is written from, as plain values."""
     manifest = source.manifest()
-    metrics = manifest.get("metrics", {})
-    speculative = f'{{"method": "eagle3", "model": "{artifact.folder}", "num_speculative_tokens": {cfg.evaluate.k}}}'
     packaged = cfg.model.path.startswith("asset:")
-    model, revision = target.folder if packaged else cfg.model.path, cfg.model.revision
-    choice = f"model={cfg.model.name}" + ("" if packaged else f" model.path={shlex.quote(cfg.model.path)}")
+    revision = cfg.model.revision
+    lineage = [str(name) for name in manifest.get("made_from", [])]
+    prepared = next((artifacts.root / name / MANIFEST for name in lineage if name.startswith("prepared/")), None)
     facts = {
         "Target": f"{cfg.model.path} ({target.shape.architecture})" + (f", revision {revision}" if revision else ""),
-        "Layers read": f"{list(shape.layer_ids)} ({layers.CONVENTION})",
-        "Draft vocabulary": f"{shape.draft_vocab_size} of {shape.vocab_size} tokens",
-        "Longest text": f"{shape.max_position_embeddings} positions",
-        "Written for": f"{cfg.export.target} {cfg.export.engine_version or ''}".strip(),
-        "Made from": f"drafter {source.id}" + "".join(f", {name}" for name in manifest.get("made_from", [])),
+        "Written for": f"{cfg.export.target} {cfg.export.engine_version or ''}".strip() + f", by {checks['rules']}",
+        "Made from": ", ".join([f"drafter {source.id}", *lineage]),
+        **card_facts(
+            manifest,
+            read_json(prepared, missing={}) if prepared is not None else {},
+            shape,
+            checks["rounding"],
+        ),
     }
-    for name, label in {
-        "steps": "Optimizer steps",
-        "tokens": "Tokens trained on",
-        "simulated_acceptance_length": "Simulated acceptance length on validation data",
-    }.items():
-        value = metrics.get(name)
-        if value is not None:
-            facts[label] = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
-    facts["Rounding of logits by the stored dtype"] = f"{checks['rounding']:.2g}"
-    return f"""# EAGLE-3 drafter for {cfg.model.name}
-
-A speculative-decoding drafter trained with eagle3. It holds no embedding: the server shares the target's.
-
-{chr(10).join(f"* {label}: {value}" for label, value in facts.items())}
-
-Serve it with vLLM:
-
-    vllm serve {shlex.quote(str(model))} --speculative-config {shlex.quote(speculative)}
-
-Measure it with its target, on the CPU or a GPU:
-
-    eagle3 stage=evaluate {choice} inputs.export={shlex.quote(str(artifact.folder))}
-"""
+    choice = f"model={cfg.model.name}" + ("" if packaged else f" model.path={shlex.quote(cfg.model.path)}")
+    model = str(target.folder) if packaged else cfg.model.path
+    return {"title": cfg.model.name, "model": model, "choice": choice, "k": cfg.evaluate.k, "facts": facts}

@@ -26,7 +26,8 @@ from eagle3.engines.vllm_serving import Served, ServedTarget
 from eagle3.engines.vllm_settings import installed_version
 from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import Difference
-from eagle3.export import import_drafter
+from eagle3.model_card import add_measurement
+from eagle3.published import import_drafter
 from eagle3.runs import Run, write_json
 from eagle3.stages import export, extract
 from eagle3.tokens import Prepared, Sample, stop_ids
@@ -59,7 +60,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         raise RequestError("evaluate.sets: no prompt leaves room for its answer; try evaluate.max_new_tokens=64")
 
     run.read(exported)
-    drafter = import_drafter(exported.folder, target.embedding())
+    drafter = import_drafter(exported.folder, target.embedding(), target.shape.num_layers, cfg.layers.ids)
     stops = stop_ids(target.tokenizer(), target.adapter)
     longest = max(len(prompt.input_ids) for prompt in prompts) + cfg.evaluate.max_new_tokens
     log_file = run.folder / "engine.log"
@@ -80,6 +81,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     metrics = {**every, "engine": f"vllm {version}", "drafter": str(exported.folder), "sets": summaries}
     records = [checked[prompt.key].record() for prompt in prompts]
     write_json(run.folder / RESULT, {**metrics, "records": records})
+    add_measurement(run.artifacts, exported, f"vllm {version}, {dtype}", k, 0.0, summaries)
     run.show(table(summaries, f"vllm {version} on {dtype}, drafter {exported.folder}, {k} drafts a round"))
     _judge(run, list(checked.values()), every)
     return metrics

@@ -13,8 +13,9 @@ from eagle3.config import InputsConfig
 from eagle3.drafter import save_drafter
 from eagle3.engines import Prompt
 from eagle3.engines.vllm_serving import ServedTarget
-from eagle3.export import export_drafter, import_drafter
+from eagle3.export import export_drafter
 from eagle3.prompts import Message
+from eagle3.published import import_drafter
 from eagle3.tokens import prompt_ids
 from tests.stages import run_stage
 from tests.vllm.checkpoints import llama
