@@ -21,7 +21,8 @@ def combine_all(parts: Iterable[tuple[int, int]]) -> int:
     """The crc32 of parts one after another, each given as (crc32, bytes)."""
     total = 0
     for crc, size in parts:
-        total = combine(total, crc, size)
+        # Behind a crc of nothing or of zero, which is the usual case of one part, there is nothing to shift.
+        total = combine(total, crc, size) if total else crc
     return total
 
 

@@ -14,7 +14,7 @@ from eagle3.engines.vllm_process import EngineProcess, first_exception
 from eagle3.errors import EngineError
 
 LOAD = """
-import logging, os, subprocess, sys, time
+import logging, multiprocessing, os, subprocess, sys, time
 __version__ = "9.9"
 class SamplingParams:
     def __init__(self, **values):
@@ -41,6 +41,9 @@ class LLM:
         self.llm_engine = Engine()
         {load}
     def collective_rpc(self, method, args=()):
+        if method == "never":
+            multiprocessing.active_children()[0].kill()
+            time.sleep(600)
         return [(method, *args)]
 """
 
@@ -111,6 +114,18 @@ def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:
     process.submit([("a", [666], {"max_tokens": 1})])
     with pytest.raises(EngineError, match=r"RuntimeError: no message[\s\S]*step"):
         process.finished(5.0)
+    process.close()
+
+
+def test_a_call_that_is_never_answered_since_the_engine_died_is_an_error(tmp_path: Path) -> None:
+    """E11: vLLM waits for ever for the answer of a process of its own that is gone."""
+    child = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), name='Core').start()"
+    process = start(tmp_path, child)
+    process.wait_ready(ignore)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="processes of the engine ended: Core with -9"):
+        process.call("never")
+    assert time.monotonic() - started < 15
     process.close()
 
 

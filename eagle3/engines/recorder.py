@@ -27,7 +27,7 @@ from eagle3.engines.matching import OpenSample, RowMatcher, Run
 from eagle3.errors import EngineError
 
 WRITE_BYTES = 16 * 2**20
-FLUSH_SECONDS = 0.5
+FLUSH_SECONDS = 0.1
 
 
 def share(rank: int, world: int, layers: int, rows: int) -> list[tuple[int, int]]:

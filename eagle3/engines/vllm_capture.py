@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from eagle3.tokens import Sample
 
 RING_SLOTS, WRITERS = 3, 8
-POLL_SECONDS = 0.25
+POLL_SECONDS, LAST_POLL_SECONDS = 0.25, 0.005
 # Batches of tokens that wait in the engine, so that it never waits for this process.
-WINDOW_BATCHES = 4
+WINDOW_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = 
 
 
 class CaptureDriver:
-    """One capture of fixed layers. `report` tells afterwards what each rank spent on what."""
+    """One capture of fixed layers. `report` tells afterwards what each rank spent on what: `seconds` in all, of which
+    `tail_seconds` after the engine's last batch.
+    """
 
     def __init__(
         self,
@@ -125,8 +127,8 @@ class CaptureDriver:
 
     def run(self, work: Iterable[ShardWork]) -> Iterator[ShardWork]:
         """Yields each shard when its members are settled. See `VllmEngine.capture_shards` for what it raises."""
-        started, polled, waiting = time.monotonic(), time.monotonic(), iter(work)
-        more = True
+        started, waiting, more = time.monotonic(), iter(work), True
+        polled = drained = started
         try:
             while True:
                 while more and sum(self._in_flight.values()) < self.window:
@@ -137,8 +139,9 @@ class CaptureDriver:
                         yield following
                 if not self._open and not self._in_flight:
                     return
-                for request_id, _, _ in self.process.finished(POLL_SECONDS if self._in_flight else 0.02):
+                for request_id, _, _ in self.process.finished(POLL_SECONDS if self._in_flight else LAST_POLL_SECONDS):
                     self._in_flight.pop(request_id, None)
+                    drained = time.monotonic()
                 if self._in_flight and time.monotonic() - polled < POLL_SECONDS:
                     continue
                 answers, polled = self.process.call("eagle3_poll"), time.monotonic()
@@ -151,7 +154,8 @@ class CaptureDriver:
         finally:
             if not self.process.broken:
                 ranks = self.process.call("eagle3_disarm")
-                self.report = {"seconds": time.monotonic() - started, "ranks": ranks}
+                ended = time.monotonic()
+                self.report = {"seconds": ended - started, "tail_seconds": ended - drained, "ranks": ranks}
 
     def _submit(self, work: ShardWork) -> bool:
         """Opens a shard in all workers and queues its samples; false when it has none to capture."""
@@ -175,13 +179,12 @@ class CaptureDriver:
             "first_rows": [plan.starts[member] for member in members],
             "input_ids": np.concatenate(ids).tobytes(),
         }
-        self.process.call("eagle3_open", [shard])
         # Sampling one token is the least that vLLM does; it is never fed back.
         sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         requests = [(f"{key}-{member}", row.tolist(), sampling) for member, row in zip(members, ids, strict=True)]
         self._in_flight.update((request_id, len(row)) for request_id, row, _ in requests)
         self._open[key] = ShardProgress(work, members)
-        self.process.submit(requests)
+        self.process.submit(requests, ("eagle3_open", ([shard],)))
         return True
 
     def _complete(self, answers: Sequence[Mapping[str, Any]]) -> Iterator[ShardWork]:

@@ -10,19 +10,26 @@
                                         natural-log probability → ("result", margin)
     ("close",)                          ends the process
 
-Every failure becomes ("failed", message). The engine is stepped here rather than by `LLM.generate`, so that
-requests can follow while others run. When the other side is gone, the whole process group ends.
+Every failure becomes ("failed", message), also the death of a process of vLLM's. The engine is stepped here rather than
+by `LLM.generate`, so that requests can follow while others run. When the other side is gone, the whole process group
+ends.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+GRACE_SECONDS = 5.0
 
 
 def main() -> int:
@@ -32,6 +39,7 @@ def main() -> int:
         arguments = connection.recv()
         vllm: Any = importlib.import_module("vllm")
         llm = vllm.LLM(**arguments)
+        threading.Thread(target=report_death, args=(connection,), daemon=True).start()
         connection.send(("ready", vllm.__version__))
         serve(llm, connection)
     except EOFError:
@@ -41,6 +49,21 @@ def main() -> int:
         connection.send(("failed", f"{type(error).__name__}: {str(error) or 'no message'}"))
         return 1
     return 0
+
+
+def report_death(connection: Connection) -> None:
+    """Waits until a process that vLLM started ends, and says so when vLLM does not: whoever waits for its answer to a
+    call would wait for ever.
+    """
+    engine = multiprocessing.active_children()
+    if not engine:
+        return
+    wait([process.sentinel for process in engine])
+    time.sleep(GRACE_SECONDS)
+    ended = [f"{process.name} with {process.exitcode}" for process in engine if not process.is_alive()]
+    with suppress(OSError):
+        connection.send(("failed", f"processes of the engine ended: {', '.join(ended)}"))
+    os._exit(1)
 
 
 def serve(llm: Any, connection: Connection) -> None:

@@ -1,9 +1,10 @@
-"""Capture against plain prefill in vLLM, in one run: python -m tests.benchmarks.capture_vllm SHAPE [options]
+"""Capture against plain prefill in vLLM, in one run: python -m tests.benchmarks.capture_vllm SHAPE ... [options]
 
-The baseline is the same engine (same batches, same prompts) without capture, compiled and with CUDA graphs unless
---eager-baseline. Ours is the product's own path: hooks, pinned ring, files, checksums, index, rename, in --folder.
+The baseline is the same engine (same batches, prompts of the same lengths) without capture, compiled and with CUDA
+graphs unless --eager-baseline; both stay loaded and are measured in turn. Ours is the product's own path: hooks, pinned
+ring, files, checksums, index, rename, in --folder.
 Weights are random (`load_format=dummy`); shapes: llama8b, tiny, kimiN (Kimi-K2.5's width, INT4 experts, N of 61
-layers). Prints one JSON object; with --out it is also written there.
+layers). Prints a JSON object for each shape; with --out they are also written into that folder.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,13 @@ LLAMA: dict[str, Any] = {
 }
 TINY = {**LLAMA, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
 TINY = {**TINY, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "dtype": "float32"}
+
+# Two engines on one card: each takes a fixed part for keys and values, enough for three batches, instead of the rest.
+BESIDE_EACH_OTHER = {
+    "disable_custom_all_reduce": True,
+    "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 8_000_000_000,
+}
 
 
 def make_target(shape: str, cfg: Config, folder: Path) -> Target:
@@ -115,7 +126,8 @@ def captured(engine: VllmEngine, samples: list[Sample], ids: tuple[int, ...], fo
         {k: round(v, 3) if isinstance(v, float) else v for k, v in rank.items() if k not in ("finished", "failure")}
         for rank in engine.last_capture["ranks"]
     ]
-    return {"seconds": seconds, "bytes": size, "shards": len(plans), "ranks": ranks}
+    parts = {name: round(engine.last_capture[name], 3) for name in ("seconds", "tail_seconds")}
+    return {"seconds": seconds, "bytes": size, "shards": len(plans), "engine": parts, "ranks": ranks}
 
 
 def write_rate(folder: Path, gigabytes: float) -> float:
@@ -132,85 +144,148 @@ def write_rate(folder: Path, gigabytes: float) -> float:
     return rate
 
 
+def measure(
+    sets: dict[str, list[int]], vocab: int, process: EngineProcess, engine: VllmEngine, ids: tuple[int, ...], args: Any
+) -> dict[str, Any]:
+    """Plain prefill and capture in turn, each set `args.rounds` times; the fastest of each counts."""
+    found: dict[str, Any] = {}
+    seeds = iter(range(2, 1000))
+    for name, lengths in sets.items():
+        plains, captures = [], []
+        for _ in range(args.rounds):
+            plains.append(plain(process, make_samples(lengths, vocab, next(seeds))))
+            captures.append(captured(engine, make_samples(lengths, vocab, next(seeds)), ids, args.folder))
+        tokens, best = sum(lengths), min(captures, key=lambda run: run["seconds"])
+        found[name] = {
+            "tokens": tokens,
+            "plain_tokens_per_s": round(tokens / min(plains)),
+            "tokens_per_s": round(tokens / best["seconds"]),
+            "ratio": round(min(plains) / best["seconds"], 4),
+            "bytes_per_s": round(best["bytes"] / best["seconds"]),
+            "all_plain_seconds": [round(seconds, 3) for seconds in plains],
+            "all_seconds": [round(run["seconds"], 3) for run in captures],
+            "report": best,
+        }
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def measure_disk(
+    lengths: list[int], vocab: int, plain_tokens_per_s: float, engine: VllmEngine, ids: tuple[int, ...], folder: Path
+) -> dict[str, Any]:
+    """Capture into a folder on a disk, against what bounds it: the disk's own rate or plain prefill."""
+    rates = [write_rate(folder, 4.0)]
+    run = captured(engine, make_samples(lengths, vocab, 1001), ids, folder / "states")
+    rates.append(write_rate(folder, 4.0))
+    reached, bound = run["bytes"] / run["seconds"], plain_tokens_per_s * run["bytes"] / sum(lengths)
+    return {
+        "plain_write_bytes_per_s": [round(rate) for rate in rates],
+        "bytes_per_s": round(reached),
+        "ratio_to_bound": round(reached / min(max(rates), bound), 4),
+        "report": run,
+    }
+
+
+@dataclass
+class Case:
+    """One shape: what both of its engines are started with, and what they are fed."""
+
+    cfg: Config
+    target: Target
+    ids: tuple[int, ...]
+    sets: dict[str, list[int]]
+    work: Path
+    eager_baseline: bool
+
+    @classmethod
+    def make(cls, shape: str, args: argparse.Namespace, work: Path) -> Case:
+        """The checkpoint is written, nothing is started."""
+        cpu = shape == "tiny"
+        cfg = Config()
+        cfg.hardware = HardwareConfig(
+            name="bench",
+            engine="vllm",
+            accelerator="cpu" if cpu else "gpu",
+            threads=1 if cpu else None,
+            tensor_parallel_size=args.ranks,
+            batch_tokens=args.batch_tokens,
+            engine_options={**({} if cpu else BESIDE_EACH_OTHER), **json.loads(args.options)},
+            on_backend_mismatch="warn",
+        )
+        cfg.dataset.max_length, cfg.dataset.max_new_tokens = 4096, 1
+        target = make_target(shape, cfg, work / shape)
+        n = target.shape.num_layers
+        ids = (2, n // 2, n - 3, n) if n >= 8 else (1, 2, n - 1, n)
+        sets = {"fixed_2048": [2048] * (args.tokens // 2048), "mixed_128_4096": mixed_lengths(args.tokens)}
+        return cls(cfg, target, ids, sets, work, args.eager_baseline or cpu)
+
+    def start_plain(self) -> EngineProcess:
+        """The engine without capture, starting."""
+        arguments = engine_arguments(self.cfg, self.target, self.target.folder, "dummy")
+        arguments.pop("worker_extension_cls")
+        arguments["enforce_eager"] = self.eager_baseline
+        log_file = self.work / f"{self.cfg.model.name}-plain.log"
+        return EngineProcess(arguments, engine_environment(self.cfg), log_file)
+
+    def start_capture(self) -> VllmEngine:
+        """The engine that captures, loaded."""
+        log_file = self.work / f"{self.cfg.model.name}-capture.log"
+        return VllmEngine(self.cfg, self.target, load_format="dummy", log_file=log_file)
+
+    def run(self, engine: VllmEngine, process: EngineProcess, args: argparse.Namespace) -> dict[str, Any]:
+        """All measurements; the plain engine is closed when it is no longer needed."""
+        version, info, vocab = process.wait_ready(lambda text: None), engine.info(), self.target.shape.vocab_size
+        result: dict[str, Any] = {
+            "shape": self.cfg.model.name,
+            "layers": info.num_layers,
+            "ids": self.ids,
+            "ranks": args.ranks,
+            "vllm": version,
+            "device": info.device,
+            "runner": info.details["runner"],
+            "backends": info.details["backends"],
+            "baseline": "eager" if self.eager_baseline else "compiled, CUDA graphs",
+            "capture_start_s": round(engine.load_seconds, 1),
+        }
+        plain(process, make_samples(self.sets["mixed_128_4096"][:64], vocab, 0))
+        # Once at full size: the machine's memory is made to exist, kernels are chosen.
+        captured(engine, make_samples(self.sets["mixed_128_4096"], vocab, 1), self.ids, args.folder)
+        result["sets"] = measure(self.sets, vocab, process, engine, self.ids, args)
+        process.close()
+        if args.disk:
+            rate = result["sets"]["fixed_2048"]["plain_tokens_per_s"]
+            result["disk"] = measure_disk(self.sets["fixed_2048"], vocab, rate, engine, self.ids, args.disk)
+        return result
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("shape")
+    parser.add_argument("shapes", nargs="+")
     parser.add_argument("--tokens", type=int, default=786432)
     parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/eagle3-bench"))
     parser.add_argument("--disk", type=Path, help="also capture into this folder on a disk")
     parser.add_argument("--eager-baseline", action="store_true")
     parser.add_argument("--options", default="{}", help="engine options, JSON")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="folder for a JSON file of each shape")
     args = parser.parse_args()
-    cpu = args.shape == "tiny"
-    cfg = Config()
-    cfg.hardware = HardwareConfig(
-        name="bench",
-        engine="vllm",
-        accelerator="cpu" if cpu else "gpu",
-        threads=1 if cpu else None,
-        tensor_parallel_size=args.ranks,
-        batch_tokens=args.batch_tokens,
-        engine_options={"disable_custom_all_reduce": True, **json.loads(args.options)},
-        on_backend_mismatch="warn",
-    )
-    cfg.dataset.max_length, cfg.dataset.max_new_tokens = 4096, 1
     work = Path(tempfile.mkdtemp(prefix="eagle3-bench-"))
-    target = make_target(args.shape, cfg, work / "model")
-    n = target.shape.num_layers
-    ids = (2, n // 2, n - 3, n)
-    sets = {"fixed_2048": [2048] * (args.tokens // 2048), "mixed_128_4096": mixed_lengths(args.tokens)}
-    vocab = target.shape.vocab_size
-    result: dict[str, Any] = {"shape": args.shape, "layers": n, "ids": ids, "ranks": args.ranks, "sets": {}}
-
-    arguments = engine_arguments(cfg, target, target.folder, "dummy")
-    arguments.pop("worker_extension_cls")
-    arguments["enforce_eager"] = args.eager_baseline or cpu
-    started = time.perf_counter()
-    process = EngineProcess(arguments, engine_environment(cfg), work / "plain.log")
-    result["vllm"] = process.wait_ready(lambda text: None)
-    result["plain_start_s"] = round(time.perf_counter() - started, 1)
-    result["baseline"] = "eager" if arguments["enforce_eager"] else "compiled, CUDA graphs"
-    plain(process, make_samples([2048] * 32, vocab, 1))
-    for name, lengths in sets.items():
-        seconds = min(plain(process, make_samples(lengths, vocab, 2 + n)) for n in range(2))
-        result["sets"][name] = {"tokens": sum(lengths), "plain_tokens_per_s": round(sum(lengths) / seconds)}
-    process.close()
-
-    started = time.perf_counter()
-    with VllmEngine(cfg, target, load_format="dummy", log_file=work / "capture.log") as engine:
-        result["capture_start_s"] = round(time.perf_counter() - started, 1)
-        info = engine.info()
-        result.update(device=info.device, runner=info.details["runner"], backends=info.details["backends"])
-        # Once at full size: the machine's memory is made to exist, kernels are chosen.
-        captured(engine, make_samples(sets["fixed_2048"], vocab, 1), ids, args.folder)
-        for name, lengths in sets.items():
-            again = range(2)
-            runs = [captured(engine, make_samples(lengths, vocab, 4 + n), ids, args.folder) for n in again]
-            best = min(runs, key=lambda run: run["seconds"])
-            row = result["sets"][name]
-            row["tokens_per_s"] = round(row["tokens"] / best["seconds"])
-            row["all_tokens_per_s"] = [round(row["tokens"] / run["seconds"]) for run in runs]
-            row["ratio"] = round(row["tokens_per_s"] / row["plain_tokens_per_s"], 4)
-            row["bytes_per_s"] = round(best["bytes"] / best["seconds"])
-            row["report"] = best
-        if args.disk:
-            rate = write_rate(args.disk, 4.0)
-            name, lengths = next(iter(sets.items()))
-            run = captured(engine, make_samples(lengths, vocab, 8), ids, args.disk / "states")
-            bound = min(rate, result["sets"][name]["plain_tokens_per_s"] * run["bytes"] / sum(lengths))
-            result["disk"] = {
-                "plain_write_bytes_per_s": round(rate),
-                "bytes_per_s": round(run["bytes"] / run["seconds"]),
-                "ratio_to_bound": round(run["bytes"] / run["seconds"] / bound, 4),
-                "report": run,
-            }
-    print(json.dumps(result), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    cases = [Case.make(shape, args, work) for shape in args.shapes]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        # The engines that capture load at once, their baselines when it is their turn: all would not fit.
+        loading = [pool.submit(case.start_capture) for case in cases]
+        process = cases[0].start_plain()
+        engines = [stack.enter_context(engine.result()) for engine in loading]
+        for case, engine in zip(cases, engines, strict=True):
+            with engine:
+                result = case.run(engine, process if case is cases[0] else case.start_plain(), args)
+            print(json.dumps(result), flush=True)
+            if args.out:
+                (args.out / f"capture_vllm_{result['shape']}.json").write_text(json.dumps(result, indent=1) + "\n")
     shutil.rmtree(work, ignore_errors=True)
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from eagle3.checkpoint import Target, open_target
+from eagle3.config import Config, HardwareConfig, ModelConfig
 from eagle3.engines.recorder import Recorder
+from eagle3.engines.taps import StateTaps
+from eagle3.engines.vllm import VllmEngine
 from eagle3.shards import Layout, ShardWriter, check_layer_file
+from eagle3.tokens import Sample
 from tests.test_recorder import make_plan, make_samples, settle
+from tests.vllm.checkpoints import RECIPES
+from tests.vllm.engines import ADAPTERS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -72,35 +81,44 @@ def test_the_ring_keeps_states_that_the_engine_overwrites_at_once(tmp_path: Path
         assert torch.equal(torch.from_numpy(data).view(torch.bfloat16), expected[k].cpu())
 
 
+def configured(family: str, folder: Path, **hardware: Any) -> tuple[Config, Target]:
+    """A tiny checkpoint of the family in bfloat16 on this machine's GPUs."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    more = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {"intermediate_size": 1024}
+    folder.mkdir()
+    RECIPES[family](folder, **sizes, **more)
+    cfg = Config()
+    adapter = {"_target_": f"eagle3.adapters.{ADAPTERS[family]}"}
+    cfg.model = ModelConfig(name="tiny", path=str(folder), adapter=adapter, dtype="bfloat16")
+    cfg.hardware = HardwareConfig(name="gpu", engine="vllm", accelerator="gpu", batch_tokens=1024, **hardware)
+    cfg.hardware.engine_options = {"gpu_memory_utilization": 0.3, "disable_custom_all_reduce": True}
+    cfg.dataset.max_length, cfg.dataset.max_new_tokens = 500, 10
+    return cfg, open_target(cfg)
+
+
+def captured(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, dict[int, torch.Tensor]]:
+    return {found.sample_id: found.states for found in engine.capture(samples, range(7))}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], layer: int) -> torch.Tensor:
+    """Relative difference of each row at a layer."""
+    pairs = [(found[key][layer].float(), expected[key][layer].float()) for key in expected]
+    return torch.cat([(a - b).norm(dim=1) / b.norm(dim=1) for a, b in pairs])
+
+
 @needs_vllm
 def test_states_are_those_of_hugging_face(tmp_path: Path) -> None:
     """Relative difference of bfloat16 states to Hugging Face's in bfloat16, at all layers; one batch or many."""
     from transformers import AutoModelForCausalLM
 
-    from eagle3.checkpoint import open_target
-    from eagle3.config import Config, HardwareConfig, ModelConfig
-    from eagle3.engines.taps import StateTaps
-    from eagle3.engines.vllm import VllmEngine
-    from tests.vllm.checkpoints import llama
-
-    folder = tmp_path / "model"
-    folder.mkdir()
-    llama(folder, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1024)
-    cfg = Config()
-    cfg.model = ModelConfig(
-        name="tiny", path=str(folder), adapter={"_target_": "eagle3.adapters.llama.LlamaAdapter"}, dtype="bfloat16"
-    )
-    cfg.hardware = HardwareConfig(name="gpu", engine="vllm", accelerator="gpu", batch_tokens=1024)
-    cfg.hardware.engine_options = {"gpu_memory_utilization": 0.3}
-    cfg.dataset.max_length, cfg.dataset.max_new_tokens = 500, 10
-    target = open_target(cfg)
+    cfg, target = configured("llama", tmp_path / "model")
     samples = make_samples([5, 300, 500, 41, 77, 490, 256, 128])
     with VllmEngine(cfg, target, log_file=tmp_path / "engine.log") as engine:
         print(engine.info())
-        together = {c.sample_id: c.states for c in engine.capture(samples, range(7))}
-        alone = {c.sample_id: c.states for sample in samples for c in engine.capture([sample], range(7))}
+        together = captured(engine, samples)
+        alone = {key: states for sample in samples for key, states in captured(engine, [sample]).items()}
         print(engine.last_capture)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().cuda()
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16).eval().cuda()
     for sample in samples:
         with StateTaps(target.adapter.layers(model), target.adapter, range(7)) as caught, torch.no_grad():
             model(torch.from_numpy(sample.input_ids[None].astype(np.int64)).cuda())
@@ -108,3 +126,25 @@ def test_states_are_those_of_hugging_face(tmp_path: Path) -> None:
             for found in (together, alone):
                 expected = caught[k][0].float().cpu()
                 assert (found[sample.id][k].float() - expected).norm() < 0.03 * expected.norm()
+
+
+@needs_vllm
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_two_ranks_differ_no_more_than_two_batches(family: str, tmp_path: Path) -> None:
+    """In each layer the median row of two ranks differs from one rank's at most twice as much as one rank's row does
+    in another batch (or than bfloat16 resolves). Rows that differ by more than a tenth went to another expert; their
+    number is printed."""
+    cfg, target = configured(family, tmp_path / "model")
+    samples = make_samples([5, 300, 500, 41, 77, 490, 256, 128])
+    with VllmEngine(cfg, target, log_file=tmp_path / "one.log") as engine:
+        one = captured(engine, samples)
+        other = {key: states for sample in samples for key, states in captured(engine, [sample]).items()}
+    cfg.hardware.tensor_parallel_size = 2
+    with VllmEngine(cfg, target, log_file=tmp_path / "two.log") as engine:
+        two = captured(engine, samples)
+    for k in range(1, 7):
+        batches, ranks = differences(other, one, k), differences(two, one, k)
+        far = int((batches > 0.1).sum()), int((ranks > 0.1).sum())
+        print(family, k, f"medians {batches.median():.2e} {ranks.median():.2e}, far rows {far} of {len(ranks)}")
+        assert ranks.median() <= max(2 * batches.median(), 4e-3)
