@@ -25,9 +25,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import eagle3.stages
-from eagle3 import plugins, sweep
+from eagle3 import children, launchers, plugins
 from eagle3.config import Config, check_nodes, register_schema
-from eagle3.errors import Eagle3Error, RequestError, StageFailed
+from eagle3.errors import Eagle3Error, RequestError
 from eagle3.runs import Run
 from eagle3.validation import explain, validate
 
@@ -83,7 +83,7 @@ def compose() -> Composed | None:
         settings = HydraConfig.get()
         overrides = [str(override) for override in OmegaConf.to_container(settings.overrides.task, resolve=False) or []]
         if settings.mode != RunMode.RUN:
-            sweep.run_foreign_job(settings, overrides)
+            children.run_foreign_job(settings, overrides, validate(node))
             return
         try:
             folder = None if settings.run.dir == "." else Path(settings.run.dir).absolute()
@@ -93,23 +93,27 @@ def compose() -> Composed | None:
 
     register_schema()
     plugins.register()
-    sweep.register()
+    launchers.register()
     sys.argv[1:] = arranged(sys.argv[1:])
     arguments: dict[str, Any] = {"config_path": "pkg://eagle3.conf", "config_name": "config"}
     if "execution_whitelist" in inspect.signature(hydra.main).parameters:  # Hydra 1.4
         arguments["execution_whitelist"] = ["eagle3.*"]
     else:
         arguments["version_base"] = "1.3"
-    with _raising():
-        hydra.main(**arguments)(receive)()
+    try:
+        with _raising():
+            hydra.main(**arguments)(receive)()
+    except Eagle3Error:
+        raise
+    except Exception:
+        # A sweeper that could not go on, because all jobs failed, say: then that is the news.
+        launchers.conclude()
+        raise
     for item in received:
         if isinstance(item, Eagle3Error):
             raise item
         return item
-    if failures := sweep.ProcessLauncher.failures:
-        raise StageFailed(
-            f"{len(failures)} jobs of the sweep failed: {'; '.join(failures)}; the same command tries them again"
-        )
+    launchers.conclude()
     return None
 
 

@@ -27,6 +27,15 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def size_text(size: float) -> str:
+    """A number of bytes as people say it: 12 B, 3.4 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
 class _Rate(ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()

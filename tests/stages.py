@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from eagle3 import sweep
+from eagle3 import launchers
 from eagle3.config import Config, StageConfig, register_schema
 from eagle3.runs import Run
 from eagle3.validation import validate
@@ -17,7 +17,7 @@ from eagle3.validation import validate
 def configure(*overrides: str) -> Config:
     """The configuration of a command line."""
     register_schema()
-    sweep.register()
+    launchers.register()
     with initialize_config_module("eagle3.conf", version_base="1.3"):
         return validate(compose("config", list(overrides)))
 

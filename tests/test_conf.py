@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import eagle3.conf
-from eagle3 import config, sweep, validation
+from eagle3 import config, launchers, validation
 from eagle3.config import Config
 from eagle3.validation import validate
 
@@ -35,7 +35,7 @@ def options(group: str) -> list[str]:
 @pytest.fixture(autouse=True, scope="module")
 def hydra() -> Iterator[None]:
     config.register_schema()
-    sweep.register()
+    launchers.register()
     with initialize_config_module("eagle3.conf", version_base="1.3"):
         yield
 

@@ -197,7 +197,7 @@ def test_the_artifact_follows_content_and_settings(make: Configure, tmp_path: Pa
         make(rows, quiet, "dataset.max_length=255"),
         make(rows, quiet, "dataset.answers=regenerate"),
         make(rows, quiet, "dataset.answers=regenerate", "dataset.temperature=0.5"),
-        make(rows, quiet, "seed=1"),
+        make(rows, quiet, "dataset.seed=1"),
         make(rows, quiet, "dataset.sources.train.limit=4"),
         make(rows, quiet, f"model.chat_template={template}"),
         make(rows, quiet, f"model.tokenizer={retokenized}"),

@@ -8,15 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_module
 
-from eagle3 import sweep
+from eagle3 import launchers, sweep
 from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig, register_schema
-from eagle3.sweep import Job, job_names, summarize, union_requests
+from eagle3.sweep import Job, job_names, union_requests
 from tests.commands import eagle3, start, write_stages
 
 # Light stand-ins for what the training stages build, so that a child need not import Lightning.
@@ -51,7 +53,7 @@ def rows(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def job_folders(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.is_dir()}
+    return {path.name for path in folder.iterdir() if path.is_dir() and path.name != "report"}
 
 
 def test_job_folders_are_named_by_what_differs() -> None:
@@ -76,6 +78,19 @@ def test_job_folders_are_named_by_what_differs() -> None:
     assert job_names(grids[1]) == ["layers.ids=2-30-58", "layers.ids=1-15-45"]
 
 
+def test_job_folders_of_a_search_are_named_by_all_that_it_varies() -> None:
+    """A search tells its jobs batch by batch: what is equal within one may differ in the next."""
+    typed = ["+experiment=demo", "stage=train", "layers=eagle,late", "trainer.lr=interval(1e-4,1e-2)"]
+    batches = [
+        [["+experiment=demo", "stage=train", f"layers={name}", f"trainer.lr={lr}"] for name in ("eagle", "late")]
+        for lr in (0.001, 0.002)
+    ]
+    names = [name for batch in batches for name in job_names(batch, typed)]
+    assert names[0] == "layers=eagle-trainer.lr=0.001"
+    assert len(set(names)) == 4
+    assert job_names([batches[0][0]] * 2, typed) == [names[0]] * 2, "the same point again is the same job"
+
+
 def job(name: str, stage: str = "train", seed: int = 0, **layers) -> Job:
     cfg = Config(
         stage=StageConfig(stage), model=ModelConfig(name="m"), layers=LayersConfig(name=name, **layers), seed=seed
@@ -91,7 +106,9 @@ def test_jobs_that_differ_in_layers_share_one_capture() -> None:
 
 
 def test_jobs_over_other_states_do_not_share_a_capture() -> None:
-    assert union_requests([job("eagle"), job("late", fractions=[0.9], seed=1)]) == []
+    other = job("late", fractions=[0.9])
+    other.cfg.dataset.seed = 1
+    assert union_requests([job("eagle"), other]) == []
     assert union_requests([job("eagle"), job("eagle")]) == []
     assert union_requests([job("eagle", stage="export"), job("late", stage="export", fractions=[0.9])]) == []
     dry = [job("eagle"), job("late", fractions=[0.9])]
@@ -102,12 +119,22 @@ def test_jobs_over_other_states_do_not_share_a_capture() -> None:
     trained = [job("eagle"), job("late", fractions=[0.9])]
     trained[1].cfg.trainer.lr = 0.5
     assert len(union_requests(trained)) == 1
+    # Nor does the seed of training.
+    assert len(union_requests([job("eagle"), job("late", fractions=[0.9], seed=1)])) == 1
+
+
+def test_parallel_jobs_get_what_they_share_before_they_start() -> None:
+    alike = [job("eagle", seed=seed) for seed in (0, 1)]
+    assert union_requests(alike) == []
+    ((first, selections),) = union_requests(alike, parallel=True)
+    assert (first, selections) == (alike[0], [None])
+    assert union_requests(alike[:1], parallel=True) == []
 
 
 def test_the_same_grid_has_one_id_in_whatever_order() -> None:
     """S12: the same sweep leads to the same folder."""
     register_schema()
-    sweep.register()
+    launchers.register()
 
     def found(*overrides: str) -> str:
         cfg = compose("config", return_hydra_config=True)
@@ -120,42 +147,6 @@ def test_the_same_grid_has_one_id_in_whatever_order() -> None:
         assert found("layers=eagle,late", "trainer.lr=1e-3") != first
         assert found("layers=eagle,late") != found("layers='eagle,late'")
         assert found("layers=glob(*)") != first
-
-
-def test_the_summary_has_a_column_for_each_override_and_metric(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    metrics = {"train": {"loss": 0.5, "ids": [1, 2]}, "steps": 3}
-    result = {"status": "done", "exit_code": 0, "seconds": 1.0, "metrics": metrics}
-    (tmp_path / "a" / "result.json").write_text(json.dumps(result))
-    (tmp_path / "b" / "result.json").write_text("{ torn")
-    summarize(tmp_path, {"a": ["layers=late", "+x=1=2"], "b": ["layers=eagle"], "c": []}, running="c")
-    found = rows(tmp_path)
-    assert found["a"] == {
-        "job": "a",
-        "status": "done",
-        "exit_code": "0",
-        "seconds": "1.0",
-        "layers": "late",
-        "x": "1=2",
-        "train.loss": "0.5",
-        "train.ids": "[1, 2]",
-        "steps": "3",
-    }
-    assert (found["b"]["status"], found["c"]["status"]) == ("waiting", "running")
-
-
-def test_the_table_shows_headlines_only() -> None:
-    done = {"train.loss": 0.5, "train.validation.loss": 0.25, "evaluate.acceptance_length": 1.75, "train.steps": 3}
-    shown = sweep.table([{"job": "a", "status": "done", "seconds": 61.0, **done}, {"job": "b", "status": "waiting"}])
-    assert [column.header for column in shown.columns] == ["job", "status", "time", "loss", "acceptance length"]
-    assert [list(column.cells) for column in shown.columns] == [
-        ["a", "b"],
-        ["done", "waiting"],
-        ["1m01s", ""],
-        ["0.500", ""],
-        ["1.750", ""],
-    ]
 
 
 def test_a_failed_job_stops_no_other_and_is_tried_again(tmp_path: Path, env: dict[str, str]) -> None:
@@ -288,6 +279,88 @@ def test_another_launcher_runs_children_too(tmp_path: Path, env: dict[str, str])
     done = eagle3(*words, cwd=tmp_path, env=env)
     assert done.returncode == 1
     folder = the_sweep(tmp_path)
-    results = {n: json.loads((folder / n / "result.json").read_text()) for n in ("job-0", "job-1")}
-    assert [results[name]["status"] for name in results] == ["done", "failed"]
-    assert (folder / "job-1" / "config.yaml").exists()
+    assert {name: row["status"] for name, row in rows(folder).items()} == {
+        "layers=late": "done",
+        "layers=eagle": "failed",
+    }
+    assert (folder / "layers=eagle" / "config.yaml").exists()
+    assert "1 jobs of the sweep failed: layers=eagle" in done.stderr
+
+
+VALUED = """
+    def run(cfg, run):
+        if cfg.seed == 13:
+            raise RuntimeError("thirteen")
+        return {"simulated_acceptance_length": 1.0 + cfg.trainer.lr + (cfg.layers.name == "late")}
+    """
+
+
+@pytest.fixture
+def valued(tmp_path: Path) -> dict[str, str]:
+    """The environment in which a stage named `valued` reports an acceptance length."""
+    env = write_stages(tmp_path)
+    (tmp_path / "more_stages" / "valued.py").write_text(textwrap.dedent(VALUED))
+    return env
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_a_parallel_sweep_has_the_same_folders_and_summary(
+    launcher: str, tmp_path: Path, valued: dict[str, str]
+) -> None:
+    """Joblib here; submitit stands for a cluster. A failing job stops no other; any launcher goes on with it."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    grid = ["-m", "stage.name=valued", "layers=eagle,late", "seed=0,13"]
+    done = eagle3(*grid, f"hydra/launcher={launcher}", cwd=tmp_path, env=valued)
+    assert done.returncode == 1, done.stderr
+    assert "2 jobs of the sweep failed" in done.stderr
+    folder = the_sweep(tmp_path)
+    statuses = {name: row["status"] for name, row in rows(folder).items()}
+    assert statuses == {
+        "layers=eagle-seed=0": "done",
+        "layers=eagle-seed=13": "failed",
+        "layers=late-seed=0": "done",
+        "layers=late-seed=13": "failed",
+    }
+    assert "Traceback" in (folder / "layers=late-seed=13" / "run.log").read_text()
+    assert "Traceback" not in (folder / "layers=late-seed=0" / "run.log").read_text()
+    assert (folder / "report.html").is_file()
+    again = eagle3(*grid, cwd=tmp_path, env=valued)
+    assert "2 of them done already" in again.stderr
+    assert the_sweep(tmp_path) == folder
+
+
+def test_a_search_maximizes_the_acceptance_length(tmp_path: Path, valued: dict[str, str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "stage.name=valued"]
+    words += ["hydra.sweeper.sampler.seed=1", "layers=eagle,late", "trainer.lr=tag(log,interval(1e-4,1e-2))"]
+    refused = eagle3(*words, cwd=tmp_path, env=valued)
+    assert refused.returncode == 2
+    assert "hydra.sweeper.direction: found minimize, expected maximize" in refused.stderr
+    done = eagle3(*words, "hydra.sweeper.direction=maximize", cwd=tmp_path, env=valued)
+    assert done.returncode == 0, done.stderr
+    folder = the_sweep(tmp_path)
+    found = rows(folder)
+    assert len(found) == 4
+    best = max(float(row["simulated_acceptance_length"]) for row in found.values())
+    result = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    assert result["best_value"] == best
+    assert result["best_params"]["layers"] == "late"
+
+
+def test_a_search_captures_all_layers_that_it_may_try_before_its_first_job(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    env = write_stages(tmp_path)
+    for name in ("extract", "train"):
+        (tmp_path / "more_stages" / f"{name}.py").write_text(RECORDER.format().replace("{}", "{'loss': 1.0}"))
+    site = tmp_path / "sitecustomize.py"
+    site.write_text(site.read_text().replace("append(", "insert(0, "))
+    (tmp_path / "outputs").mkdir()
+    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=2", *LIGHT]
+    words += ["hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1", "stage=train", "layers=choice(eagle,late)"]
+    eagle3(*words, cwd=tmp_path, env=env)
+    worked = (tmp_path / "outputs" / "worked.txt").read_text().splitlines()
+    assert sum(line.startswith("extract") for line in worked) == 1
+    assert json.loads(worked[0].split(maxsplit=2)[2].replace("None", "null")) in (
+        [None, [0.6, 0.75, 0.9]],
+        [[0.6, 0.75, 0.9], None],
+    )

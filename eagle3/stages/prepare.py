@@ -55,7 +55,7 @@ def _prepared(cfg: Config, artifacts: Artifacts, target: Target) -> Artifact:
         "format": FORMAT,
         "sources": [source_identity(name, source, cache) for name, source in data.sources.items()],
         **{name: getattr(data, name) for name in settings},
-        "seed": cfg.seed,
+        "seed": data.seed,
         "tokenizer": fingerprint["tokenizer"],
         "chat_template": fingerprint["chat_template"],
     }
@@ -172,7 +172,7 @@ class _Preparation:
                     "dataset.validation_samples: %d asked of %d samples; a fifth of them, %d, taken",
                     *(self.data.validation_samples, len(writer.lengths), wanted),
                 )
-            writer.finish(wanted, self.cfg.seed, self.target.shape.vocab_size, heldout)
+            writer.finish(wanted, self.cfg.dataset.seed, self.target.shape.vocab_size, heldout)
             report = make_report(self.counts, writer, len(heldout))
         fingerprint = self.target.fingerprint()
         return {
@@ -234,7 +234,7 @@ class _Preparation:
             max_length=self.data.max_length,
             max_new_tokens=self.data.max_new_tokens,
             temperature=self.data.temperature,
-            seed=self.cfg.seed,
+            seed=self.cfg.dataset.seed,
             stop_ids=self.stop_ids,
             batch=self.cfg.hardware.generate_slots * BATCH_PER_SLOT,
             skip_long=self.data.on_long == "skip",

@@ -5,8 +5,6 @@ Beside the walk: it reads run folders and manifests and changes nothing.
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from rich.table import Table
 from eagle3.artifacts import MANIFEST, Artifact
 from eagle3.config import Config
 from eagle3.errors import StoreError
-from eagle3.progress import duration
+from eagle3.progress import duration, size_text
+from eagle3.records import folder_bytes, read_json, unfinished
 from eagle3.runs import Run
 
 KINDS = ("prepared", "states", "drafter", "export")
@@ -65,7 +64,7 @@ def run_rows(root: Path) -> list[dict[str, Any]]:
     ]
     rows = []
     for folder in folders:
-        facts, result = _read(folder / "provenance.json"), _read(folder / "result.json")
+        facts, result = read_json(folder / "provenance.json"), read_json(folder / "result.json")
         lineage = facts.get("artifacts", {"read": [], "wrote": []})
         rows.append(
             {
@@ -73,7 +72,7 @@ def run_rows(root: Path) -> list[dict[str, Any]]:
                 "started": facts.get("started", ""),
                 "stage": facts.get("stage", "?"),
                 "model": facts.get("model", "?"),
-                "status": result.get("status") or ("broken" if not facts else _unfinished(facts)),
+                "status": result.get("status") or ("broken" if not facts else unfinished(facts)),
                 "seconds": result.get("seconds"),
                 **{way: [f"{e['kind']}/{e['id'][:8]}" for e in lineage[way]] for way in ("read", "wrote")},
             }
@@ -87,8 +86,9 @@ def artifact_rows(root: Path) -> list[dict[str, Any]]:
     for kind in sorted(root.iterdir() if root.is_dir() else [], key=lambda k: (_rank(k.name), k.name)):
         for folder in sorted(path for path in kind.iterdir() if path.is_dir()):
             partial = folder.name.endswith(".partial")
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-            row = {"name": f"{kind.name}/{folder.name.removesuffix('.partial')}", "bytes": size, "size": _bytes(size)}
+            size = folder_bytes(folder)
+            name = f"{kind.name}/{folder.name.removesuffix('.partial')}"
+            row = {"name": name, "bytes": size, "size": size_text(size)}
             row |= {"made": "", "from": "", "run": "", "status": "partial" if partial else "complete"}
             if not partial:
                 try:
@@ -104,32 +104,3 @@ def artifact_rows(root: Path) -> list[dict[str, Any]]:
 
 def _rank(kind: str) -> int:
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
-
-
-def _unfinished(facts: dict[str, Any]) -> str:
-    """A run on this host whose process is gone was killed; elsewhere nobody can tell."""
-    if facts.get("host", {}).get("name") != os.uname().nodename:
-        return "no result"
-    try:
-        os.kill(int(facts.get("process", 0)) or -1, 0)
-    except (ProcessLookupError, ValueError):
-        return "killed"
-    except PermissionError:
-        pass
-    return "running"
-
-
-def _bytes(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
