@@ -15,8 +15,9 @@ from torch import Tensor
 
 from eagle3.checkpoint import Target
 from eagle3.config import DrafterConfig, build
-from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter
+from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.errors import RequestError
+from eagle3.published import read_drafter
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.vocab import VocabMap, build_vocab
@@ -25,6 +26,8 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Samples that the size of the states is read from.
 SCALE_SAMPLES = 32
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+# What a warm start takes over from the drafter that it starts from.
+KEPT = ("rope_theta", "rope_scaling", "rms_norm_eps")
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -139,12 +142,14 @@ def new_drafter(
 def warm_drafter(
     cfg: DrafterConfig, target: Target, prepared: Prepared, layer_ids: tuple[int, ...], folder: Path
 ) -> tuple[Eagle3Drafter, VocabMap]:
-    """A drafter that goes on from the weights and the vocabulary of a trained one.
+    """A drafter that goes on from the weights and the vocabulary of a trained one, ours or published.
 
-    RequestError when the config means another shape: its weights would not mean what they meant.
+    Its rope and epsilon stay, which the config does not know. RequestError when the config means another shape: its
+    weights would not mean what they meant.
     """
-    trained = load_drafter(folder, target.embedding())
+    trained = read_drafter(folder, target, layer_ids)
     wanted = drafter_shape(cfg, target, layer_ids, trained.shape.draft_vocab_size)
+    wanted = dataclasses.replace(wanted, **{name: getattr(trained.shape, name) for name in KEPT})
     if cfg.draft_vocab_size is not None and cfg.draft_vocab_size != trained.shape.draft_vocab_size:
         raise RequestError(
             f"drafter.draft_vocab_size: found {cfg.draft_vocab_size}, expected {trained.shape.draft_vocab_size}, the "

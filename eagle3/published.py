@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3.drafter import DrafterShape, Eagle3Drafter
+from eagle3.drafter import WEIGHTS as TRAINED
+from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter
 from eagle3.drafter_forms import EMBEDDING, VOCABULARY_MAP, recognise, shape_of
 from eagle3.errors import RequestError
 from eagle3.vocab import check_vocabulary_map
+
+if TYPE_CHECKING:
+    from eagle3.checkpoint import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -58,6 +62,18 @@ def import_drafter(
         for name, parameter in expected.items():
             parameter.copy_(tensors[name])
     return drafter
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a folder holds a drafter in a published form, rather than one of `eagle3 stage=train`."""
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file() and not (folder / TRAINED).is_file()
+
+
+def read_drafter(folder: Path, target: Target, layer_ids: Sequence[int] | None) -> Eagle3Drafter:
+    """The drafter in a folder of either kind, on the target's embedding; `layer_ids` as in `import_drafter`."""
+    if is_published(folder):
+        return import_drafter(folder, target.embedding(), target.shape.num_layers, layer_ids)
+    return load_drafter(folder, target.embedding())
 
 
 def own_tensors(drafter: Eagle3Drafter) -> dict[str, Tensor]:

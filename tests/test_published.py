@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3.drafter import Eagle3Drafter
+from eagle3.checkpoint import open_target
+from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter
 from eagle3.errors import RequestError
 from eagle3.export import export_drafter
 from eagle3.published import import_drafter
 from tests.test_export import D, H, V, logits, make_drafter, make_target
+from tests.trained import copied, make_inputs, train_config, trained
 
 LAYERS = 61
 
@@ -158,3 +160,37 @@ def test_what_is_no_such_drafter_is_refused(tmp_path: Path, changes: dict[str, A
     folder = write(tmp_path / "published", eagle_config(**changes), eagles_own(drafter))
     with pytest.raises(RequestError, match=r"config\.json.*" + words):
         import_drafter(folder, drafter.embedding, LAYERS)
+
+
+@pytest.mark.parametrize("form", ["eagle", "speculators"])
+def test_t12_a_warm_start_from_a_published_folder_keeps_map_and_weights(
+    form: str, tiny_target: Path, tmp_path: Path
+) -> None:
+    """Trained for one step at a rate of nothing: the same drafter comes out, with the map bit-equal."""
+    inputs = copied(make_inputs(tiny_target), tmp_path)
+    _, first, _ = trained(train_config(inputs, tiny_target, "trainer.max_steps=2"))
+    target = open_target(train_config(inputs, tiny_target))
+    before = load_drafter(first.folder, target.embedding())
+    folder = tmp_path / "published"
+    if form == "eagle":
+        write(folder, published_config(before.shape), eagles_own(before))
+    else:
+        folder.mkdir()
+        export_drafter(before, target.shape, folder, torch.float32, "speculators")
+    settings = (f"drafter.warm_start={folder}", "trainer.lr=1e-12", "trainer.max_steps=1", "seed=5")
+    states = first.folder.parents[1] / "states" / first.manifest()["identity"]["states"]
+    _, second, _ = trained(train_config(inputs, tiny_target, *settings, f"inputs.states={states}"))
+    after = load_drafter(second.folder, target.embedding())
+    assert second.id != first.id
+    assert torch.equal(after.d2t, before.d2t)
+    assert torch.equal(after.t2d, before.t2d)
+    for name, tensor in before.state_dict().items():
+        assert torch.allclose(after.state_dict()[name].float(), tensor.float(), atol=1e-6), name
+
+
+def published_config(shape: DrafterShape) -> dict[str, Any]:
+    """As EAGLE would publish it, with layers that are not the default ones."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names += ("rms_norm_eps", "rope_theta", "max_position_embeddings", "vocab_size", "draft_vocab_size")
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in shape.layer_ids]}}
+    return eagle_config(**{name: getattr(shape, name) for name in names}, **ids)

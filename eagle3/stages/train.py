@@ -21,6 +21,7 @@ from eagle3.checkpoints import Checkpoint, Checkpoints, checkpoint_to_resume, co
 from eagle3.config import Config, build
 from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError
+from eagle3.published import is_published
 from eagle3.runs import Artifact, Artifacts, Run
 from eagle3.stages import extract
 from eagle3.store import StatesStore
@@ -29,6 +30,7 @@ from eagle3.trackers import SafeLogger, build_trackers
 from eagle3.trainer import Clock, build_trainer, check_trainer, peak_memory_bytes, quiet_lightning
 from eagle3.training import DrafterTraining
 from eagle3.vocab import VocabMap
+from eagle3.weights import Weights
 
 MAKE = "eagle3 stage=train"
 # What may differ between two runs of one artifact: it changes how the work is done, not what comes out.
@@ -73,7 +75,10 @@ def _drafter(cfg: Config, artifacts: Artifacts, target: Target, states: Artifact
 
 
 def _trained(artifacts: Artifacts, given: str, where: str) -> Artifact:
-    """A complete drafter artifact by id or folder."""
+    """A complete drafter artifact by id or folder; for a warm start also a published drafter's folder."""
+    folder = Path(given).expanduser().resolve()
+    if where == "drafter.warm_start" and is_published(folder):
+        return Artifact("drafter", Weights(folder).digest(), folder)
     found = artifacts.resolve("drafter", given, Artifact("drafter", given, artifacts.root), MAKE)
     if not (found.folder / WEIGHTS).is_file():
         raise RequestError(f"{where}: {found.folder} holds no {WEIGHTS}, expected a trained drafter; see stage=runs")
@@ -159,7 +164,8 @@ class _Job:
         cfg = self.cfg
         if cfg.drafter.warm_start is not None or self.previous is not None:
             given = cfg.drafter.warm_start or cfg.trainer.resume_from
-            trained = _trained(self.run.artifacts, str(given), "drafter.warm_start")
+            where = "drafter.warm_start" if cfg.drafter.warm_start is not None else "trainer.resume_from"
+            trained = _trained(self.run.artifacts, str(given), where)
             return warm_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, trained.folder)
         self.scales = state_scales(self.store, self.layer_ids)
         return new_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, cfg.seed, self.scales)
