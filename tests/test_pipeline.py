@@ -74,3 +74,15 @@ def test_layers_that_the_model_lacks_are_refused_before_any_work(
     monkeypatch.setattr(sys, "argv", ["eagle3", *words])
     assert cli.command() == 2
     assert "layers.ids: found 30 in [2, 30, 58], expected ids of 0 to 6" in capsys.readouterr().err
+
+
+def test_a_drafter_that_its_server_could_not_read_is_refused_before_any_work(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model=llama", f"model.path={tiny_target}", "layers.ids=[1,3,4]", "dataset=custom"]
+    words += ["export.target=sglang", "drafter.norm_before_residual=true"]
+    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
+    assert cli.command() == 2
+    assert "drafter.norm_before_residual: found true, but sglang" in capsys.readouterr().err
+    assert not list(Path("outputs").rglob("manifest.json"))

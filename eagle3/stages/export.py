@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from eagle3 import layers, servers
+from eagle3.blueprint import drafter_shape
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import DrafterShape, load_drafter
@@ -45,6 +46,14 @@ def trained(cfg: Config, artifacts: Artifacts) -> Artifact:
     given = cfg.inputs.drafter
     expected = train.drafter(cfg, artifacts) if given is None else Artifact("drafter", given, artifacts.root)
     return artifacts.resolve("drafter", given, expected, "eagle3 stage=train")
+
+
+def check_config(cfg: Config) -> None:
+    """RequestError when the server of `export.target` could not read the drafter that this config trains."""
+    target = open_target(cfg)
+    size = min(cfg.drafter.draft_vocab_size or target.shape.vocab_size, target.shape.vocab_size)
+    shape = drafter_shape(cfg.drafter, target, train.layer_ids(cfg, target), size)
+    servers.check(cfg.export.target, cfg.export.engine_version, shape, target.shape)
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
