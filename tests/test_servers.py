@@ -183,3 +183,68 @@ def test_x2_the_small_loader_notices_a_renamed_and_a_missing_tensor(tmp_path: Pa
     assert loader.skipped == ["hidden_norm.weight"]
     assert "model.layers.0.hidden_norm.weight" in loader.unfilled()
     assert weights["fc.weight"].shape == (H, 3 * H)
+
+
+LATENT = {
+    "attention": "mla",
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+
+
+class SglangLatentLoader(SglangLoader):
+    """The same for a latent drafter (kimi_k25_eagle3.py): q_a and kv_a are fused, other names are skipped as well."""
+
+    STACKED = SglangLoader.STACKED[3:]
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+        super().__init__({**config, "architectures": ["LlamaForCausalLMEagle3"]})
+        h, heads, f = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
+        q, kv, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+        nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
+        count = len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+        attention = "model.layers.0.self_attn."
+        parts = {name: part for name, part in self.parts.items() if not name.startswith(attention)}
+        self.parts = parts | {
+            "model.fc.weight": [(h, h * count)],
+            attention + "fused_qkv_a_proj_with_mqa.weight": [(q, 2 * h), (kv + rope, 2 * h)],
+            attention + "q_a_layernorm.weight": [(q,)],
+            attention + "q_b_proj.weight": [(heads * (nope + rope), q)],
+            attention + "kv_a_layernorm.weight": [(kv,)],
+            attention + "kv_b_proj.weight": [(heads * (nope + v), kv)],
+            attention + "o_proj.weight": [(h, heads * v)],
+            "model.layers.0.mlp.gate_up_proj.weight": [(f, h), (f, h)],
+        }
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        fused = ".fused_qkv_a_proj_with_mqa."
+        for part, name in enumerate((".q_a_proj.", ".kv_a_proj_with_mqa.")):
+            for found in [known for known in weights if name in known]:
+                weight = weights.pop(found)
+                stacked = "model." + found.replace("midlayer", "layers.0").replace(name, fused)
+                assert tuple(weight.shape) == self.parts[stacked][part], found
+                self.filled[stacked, part] = weight
+        super().load(weights)
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": V, "fc_norm": True, "layer_ids": (2, 9, 30, 58)}])
+def test_x2_sglang_fills_every_parameter_of_a_latent_drafter(tmp_path: Path, changes: dict[str, Any]) -> None:
+    drafter = make_drafter(**LATENT, **changes)
+    target = make_target(architecture=DEEPSEEK)
+    checks = export_drafter(drafter, target, tmp_path, torch.float32, "sglang")
+    assert checks["logits_equal"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(drafter.shape.layer_ids)
+    # vLLM and SGLang turn a `deepseek_v3` draft into something else.
+    assert config["model_type"] == "kimi_k2"
+    assert config["head_dim"] == config["qk_rope_head_dim"] == 8
+    loader = SglangLatentLoader(config)
+    loader.load(load_file(tmp_path / "model.safetensors"))
+    assert loader.skipped == []
+    assert loader.unfilled() == ["model.embed_tokens.weight"]
