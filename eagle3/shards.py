@@ -35,6 +35,7 @@ from eagle3.weights import read_header
 if TYPE_CHECKING:
     from eagle3.tokens import Sample
 
+PAGE_BYTES = 4096
 DTYPES = {"bfloat16": (torch.bfloat16, "BF16"), "float32": (torch.float32, "F32")}
 
 
@@ -137,7 +138,8 @@ class Layout:
             "hidden_states": {"dtype": dtype, "shape": [rows, self.hidden_size], "data_offsets": [sums, data]},
         }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        # The rows begin at a page, so that they can be written past the page cache.
+        text += b" " * (-(8 + len(text) + sums) % PAGE_BYTES)
         return len(text).to_bytes(8, "little") + text
 
     def file_bytes(self, plan: ShardPlan, layer_id: int) -> int:

@@ -34,10 +34,10 @@ def make_plan(samples: Sequence[Sample]) -> ShardPlan:
     return ShardPlan(0, tuple(range(len(samples))), tuple(sample.id for sample in samples), lengths)
 
 
-def states_of(layer: int, input_ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+def states_of(layer: int, input_ids: np.ndarray, positions: np.ndarray, hidden: int = HIDDEN) -> torch.Tensor:
     """States that tell layer, token and position: [T, H]."""
     base = torch.from_numpy(input_ids * 1000.0 + positions).float()[:, None]
-    return base + 1e6 * layer + torch.arange(HIDDEN) / 10
+    return base + 1e6 * layer + torch.arange(hidden) / 10
 
 
 def start_ranks(writer: ShardWriter, samples: Sequence[Sample], world: int, **settings: Any) -> list[Recorder]:
@@ -56,7 +56,7 @@ def start_ranks(writer: ShardWriter, samples: Sequence[Sample], world: int, **se
             Recorder(
                 list(LAYERS),
                 batch_rows=64,
-                hidden_size=HIDDEN,
+                hidden_size=writer.layout.hidden_size,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 rank=rank,
@@ -75,7 +75,7 @@ def forward(ranks: Sequence[Recorder], chunks: Sequence[tuple[Sample, int, int]]
     for recorder in ranks:
         recorder.begin(torch.from_numpy(input_ids), torch.from_numpy(positions))
         for number, layer in enumerate(LAYERS):
-            states = states_of(layer, input_ids, positions)
+            states = states_of(layer, input_ids, positions, recorder.row_bytes // 4)
             if spoil is not None and layer == 2:
                 states[spoil, 3] = torch.inf
             if wanted := recorder.wanted(number):
@@ -108,26 +108,30 @@ def test_share_cuts_rows_times_layers_evenly() -> None:
                 assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_ranks_fill_a_shard_together(tmp_path: Path, world: int) -> None:
-    """E1: mixed, split and reordered documents; every row of every layer lies where the plan says, sums included."""
+@pytest.mark.parametrize(("world", "hidden"), [(1, HIDDEN), (2, HIDDEN), (3, HIDDEN), (8, HIDDEN), (2, 128)])
+def test_ranks_fill_a_shard_together(tmp_path: Path, world: int, hidden: int) -> None:
+    """E1: mixed, split and reordered documents; every row of every layer lies where the plan says, sums included.
+
+    128 numbers are a whole sector of a disk, which is written directly.
+    """
+    layout = Layout(hidden, "float32", LAYERS[-1])
     samples = make_samples([5, 17, 1, 30, 8])
     a, b, c, d, e = samples
     plan = make_plan(samples)
-    with ShardWriter(tmp_path, LAYOUT, plan, LAYERS) as writer:
+    with ShardWriter(tmp_path, layout, plan, LAYERS) as writer:
         ranks = start_ranks(writer, samples, world)
         forward(ranks, [(b, 0, 10), (a, 0, 5)])
         forward(ranks, [(c, 0, 1), (b, 10, 17), (d, 0, 3)])
         forward(ranks, [(d, 3, 30), (e, 0, 8)])
         answers = settle(writer, samples, ranks)
         writer.close(samples, {"name": "simulated"})
-    assert sum(answer["bytes"] for answer in answers) == plan.tokens * HIDDEN * 4 * len(LAYERS)
+    assert sum(answer["bytes"] for answer in answers) == plan.tokens * hidden * 4 * len(LAYERS)
     for layer in LAYERS:
-        path = tmp_path / plan.name / LAYOUT.file_name(layer)
-        assert check_layer_file(path, LAYOUT, plan, layer, checksums=True) is None
-        stored = torch.from_numpy(np.fromfile(path, np.float32)[-plan.tokens * HIDDEN :].reshape(-1, HIDDEN))
+        path = tmp_path / plan.name / layout.file_name(layer)
+        assert check_layer_file(path, layout, plan, layer, checksums=True) is None
+        stored = torch.from_numpy(np.fromfile(path, np.float32)[-plan.tokens * hidden :].reshape(-1, hidden))
         for sample, start in zip(samples, plan.starts, strict=True):
-            expected = states_of(layer, sample.input_ids.astype(np.int64), np.arange(len(sample.input_ids)))
+            expected = states_of(layer, sample.input_ids.astype(np.int64), np.arange(len(sample.input_ids)), hidden)
             assert torch.equal(stored[start : start + len(sample.input_ids)], expected)
 
 

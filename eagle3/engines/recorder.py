@@ -1,7 +1,7 @@
 """From an engine's batches to the files of a store's shards, off the compute stream (steps 3 and 4 of the walk).
 
 Lives in each worker of a tensor-parallel engine. A batch's states go device → pinned ring → file: the copy runs on a
-side stream, threads match the rows to samples and write them with `pwrite`, which lets go of the interpreter's lock.
+side stream, threads match the rows to samples and write them, which lets go of the interpreter's lock.
 When the disk is slower than the model, the ring is full and the next batch waits: nothing grows. All ranks hold the
 same states, so the rows of a batch times the layers are one line that is cut into equal parts, one for each rank.
 """
@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3.engines.direct_files import is_direct, open_for_rows, page_memory, write_at
 from eagle3.engines.matching import OpenSample, RowMatcher, Run
 from eagle3.errors import EngineError
 
 WRITE_BYTES = 16 * 2**20
-FLUSH_SECONDS = 0.1
+FLUSH_SECONDS = 0.5
 
 
 def share(rank: int, world: int, layers: int, rows: int) -> list[tuple[int, int]]:
@@ -105,7 +106,9 @@ class Recorder:
         part = -(-len(layer_ids) * batch_rows // world)
 
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, pin_memory=self.cuda)
+            if self.cuda:  # also begins at a page
+                return torch.empty(*shape, dtype=dtype, pin_memory=True)
+            return page_memory(*shape, dtype=dtype)
 
         self._free: queue.Queue[Slot] = queue.Queue()
         for _ in range(slots):
@@ -335,18 +338,22 @@ class Recorder:
                 last.members.extend(job.members)
                 return
         if job.layer_id not in job.shard.descriptors:
-            job.shard.descriptors[job.layer_id] = os.open(job.shard.files[job.layer_id][0], os.O_WRONLY)
+            path = job.shard.files[job.layer_id][0]
+            job.shard.descriptors[job.layer_id] = open_for_rows(path, self.row_bytes)
         jobs.append(job)
 
     def _flush(self) -> None:
-        """The flushing thread: sends what was written on to the disk, so that little is left when a shard is done."""
+        """The flushing thread: sends what lies in the page cache on to the disk, so that little is left when a shard is
+        done.
+        """
         while not self._closed.wait(FLUSH_SECONDS):
             with self._lock:
                 # Duplicates, since a shard's own descriptors are closed when it is complete.
                 files = [os.dup(file) for shard in self._shards.values() for file in shard.descriptors.values()]
             for file in files:
                 try:
-                    os.fdatasync(file)
+                    if not is_direct(file):
+                        os.fdatasync(file)
                 except OSError as error:
                     self._fail(error)
                 finally:
@@ -358,11 +365,8 @@ class Recorder:
             for member, first, rows in job.members:
                 parts.append([job.layer_id, member, first, rows, zlib.crc32(_bytes(slot.states[row : row + rows]))])
                 row += rows
-            data = _bytes(slot.states[job.source_row : row])
             offset = job.shard.files[job.layer_id][1] + job.file_row * self.row_bytes
-            while data:
-                written = os.pwrite(job.shard.descriptors[job.layer_id], data, offset)
-                data, offset = data[written:], offset + written
+            write_at(job.shard.descriptors[job.layer_id], _bytes(slot.states[job.source_row : row]), offset)
             with self._lock:
                 job.shard.parts.extend(parts)
                 self._seconds["write"] += time.perf_counter() - before

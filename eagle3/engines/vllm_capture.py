@@ -103,7 +103,7 @@ def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = 
 
 class CaptureDriver:
     """One capture of fixed layers. `report` tells afterwards what each rank spent on what: `seconds` in all, of which
-    `tail_seconds` after the engine's last batch.
+    `tail_seconds` after the engine's last batch; `arm_seconds` before, for hooks and pinned memory.
     """
 
     def __init__(
@@ -123,7 +123,9 @@ class CaptureDriver:
         self._in_flight: dict[str, int] = {}
         self._open: dict[str, ShardProgress] = {}
         settings = {"hidden_size": layout.hidden_size, "dtype": layout.dtype, "rotation": rotation}
+        started = time.monotonic()
         process.call("eagle3_arm", adapter, self.layer_ids, {**settings, "slots": RING_SLOTS, "writers": WRITERS})
+        self._arm_seconds = time.monotonic() - started
 
     def run(self, work: Iterable[ShardWork]) -> Iterator[ShardWork]:
         """Yields each shard when its members are settled. See `VllmEngine.capture_shards` for what it raises."""
@@ -155,7 +157,12 @@ class CaptureDriver:
             if not self.process.broken:
                 ranks = self.process.call("eagle3_disarm")
                 ended = time.monotonic()
-                self.report = {"seconds": ended - started, "tail_seconds": ended - drained, "ranks": ranks}
+                self.report = {
+                    "seconds": ended - started,
+                    "arm_seconds": self._arm_seconds,
+                    "tail_seconds": ended - drained,
+                    "ranks": ranks,
+                }
 
     def _submit(self, work: ShardWork) -> bool:
         """Opens a shard in all workers and queues its samples; false when it has none to capture."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -246,6 +247,8 @@ def test_one_load_serves_a_pipelines_answers_and_states(folder: Path, tmp_path: 
     output = run.stdout + run.stderr
     assert output.count("loaded in") == 2, output
     assert "rehearsal of LlamaForCausalLM: passed" in output
+    shares = r"\(model \d+%, copy \d+%, wait \d+%, write \d+% of the time, [\d.]+ of the rehearsal's forecast\)"
+    assert re.search(r"extract: [\d,]+ tokens/s, [\d.]+ GB/s " + shares, output), output
     (manifest,) = (tmp_path / "out/artifacts/states").glob("*/manifest.json")
     stored = json.loads(manifest.read_text())
     assert stored["engine"] == "vllm"
