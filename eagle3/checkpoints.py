@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from eagle3.artifacts import fsync_folder, write_json
-from eagle3.drafter import Eagle3Drafter, save_drafter
+from eagle3.drafter import Eagle3Drafter, drafter_tensors, save_drafter
 from eagle3.errors import RequestError, StoreError
 
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -173,8 +173,10 @@ class Checkpoints(Callback):
         score = metrics["simulated_acceptance_length"]
         if self.best is None or score >= self.best["score"]:
             self.best = {"step": step, "score": score, "metrics": metrics}
+            drafter = getattr(pl_module, "drafter")  # noqa: B009
+            tensors = drafter_tensors(drafter)  # on every rank, each may hold a part
             if trainer.is_global_zero:
-                self._save_best(getattr(pl_module, "drafter"))  # noqa: B009
+                self._save_best(drafter, tensors)
         if step % self.every == 0 or trainer.should_stop:
             self.save(trainer)
 
@@ -203,13 +205,13 @@ class Checkpoints(Callback):
         best = checkpoint.manifest.get("best")
         return None if best is None else self.folder / f"best-{best['step']:08d}"
 
-    def _save_best(self, drafter: Eagle3Drafter) -> None:
+    def _save_best(self, drafter: Eagle3Drafter, tensors: dict[str, torch.Tensor]) -> None:
         folder = self.best_folder
         assert folder is not None
         temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        path = save_drafter(drafter, temporary)
+        path = save_drafter(drafter, temporary, tensors)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from eagle3.attention import Block, unroll_attention
@@ -189,6 +190,13 @@ class Eagle3Drafter(nn.Module):
         in_vocab = torch.arange(shape.vocab_size) < shape.draft_vocab_size
         self.register_buffer("t2d", in_vocab)
 
+    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Runs a training step's `step(*args)`, around which a strategy may gather the weights (FSDP2).
+
+        What it returns must be tensors or tuples of them, or that strategy does not see the gradients.
+        """
+        return step(*args)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
@@ -323,14 +331,22 @@ class Eagle3Drafter(nn.Module):
         return (output if self.shape.norm_output else g), self.lm_head(output)
 
 
-def save_drafter(drafter: Eagle3Drafter, folder: Path) -> Path:
-    """Writes `drafter.safetensors`: fp32 weights, the vocabulary map, and the shape in its metadata."""
-    path = Path(folder) / WEIGHTS
-    tensors = {
-        name: (tensor.float() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+def drafter_tensors(drafter: Eagle3Drafter) -> dict[str, Tensor]:
+    """The drafter's fp32 weights and vocabulary map on the CPU; all ranks take part where it lies in shards."""
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in drafter.state_dict().items()
     }
-    save_file(tensors, path, metadata={"shape": json.dumps(drafter.shape.plain())})
+    return {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in whole.items()
+    }
+
+
+def save_drafter(drafter: Eagle3Drafter, folder: Path, tensors: dict[str, Tensor] | None = None) -> Path:
+    """Writes `drafter.safetensors`: the drafter's tensors (read beforehand where given), its shape in the metadata."""
+    path = Path(folder) / WEIGHTS
+    save_file(tensors or drafter_tensors(drafter), path, metadata={"shape": json.dumps(drafter.shape.plain())})
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
@@ -49,15 +50,23 @@ class FusedStep:
             shape.norm_before_residual,
             shape.norm_output,
         )
-        attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
-        qkv = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-        gate_up, down, out = [mlp.gate_proj.weight, mlp.up_proj.weight], mlp.down_proj.weight, attention.o_proj.weight
-        layer = drafter.midlayer
-        norms = [layer.input_layernorm.weight, layer.hidden_norm.weight, layer.post_attention_layernorm.weight]
-        self.params = [*qkv, out, *gate_up, down, *norms, drafter.norm.weight]
-        groups = [qkv, [out], gate_up, [down], [drafter.fc.weight], [drafter.lm_head.weight]]
-        self.copies = ComputeWeights(groups, dtype)
+        # None where weights come and go: FSDP2 gathers them for each step, so their copies are made anew each time.
+        self.copies = None if isinstance(drafter.fc.weight, DTensor) else self._copies()
         self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The layer's weights in the order of `unroll`."""
+        layer = self.drafter.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, self.drafter.norm)
+        return [part.weight for part in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj, *norms)]
+
+    def _copies(self) -> ComputeWeights:
+        q, k, v, out, gate, up, down = self.params[:7]
+        groups = [[q, k, v], [out], [gate, up], [down], [self.drafter.fc.weight], [self.drafter.lm_head.weight]]
+        return ComputeWeights(groups, self.dtype)
 
     def __call__(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         """`step_weights` [steps] = decay^k over the rows supervised at k in the whole optimizer step."""
@@ -67,7 +76,7 @@ class FusedStep:
     def _loss(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         drafter = self.drafter
         embeddings = F.embedding(batch.input_ids, drafter.embedding).to(self.dtype)
-        *products, fc, head = self.copies.fresh()
+        *products, fc, head = (self.copies or self._copies()).fresh()
         features = self.fuse(batch.hidden_states, fc)
         rotary = self.rotary(layout)
         outputs = unroll(features, embeddings, layout, rotary, self.shape, self.params, products)
@@ -108,9 +117,9 @@ class FusedStep:
 
 
 def fits(drafter: Eagle3Drafter) -> bool:
-    """Whether this drafter can be trained by `FusedStep` where it is: on a GPU with Triton, dense, whole, in fp32."""
+    """Whether this drafter can be trained by `FusedStep` where it is: on a GPU with Triton, dense, in fp32."""
     weight = drafter.fc.weight
-    plain = type(weight.data) is Tensor and weight.dtype == torch.float32
+    plain = type(weight.data) in (Tensor, DTensor) and weight.dtype == torch.float32
     known = drafter.shape.attention == "dense" and drafter.shape.hidden_act == "silu"
     return weight.is_cuda and plain and known and find_spec("triton") is not None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ def mix_weights(weights: Mapping[str, float]) -> tuple[float, float, float, floa
     return (found[0], found[1], found[2], found[3]) if any(found) else (1.0, 0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class UnrollLoss:
+class UnrollLoss(NamedTuple):
     """The loss of one packed batch and what happened at each of its M supervised (step, slot) pairs, step by step.
 
     loss       scalar, Σ over pairs of step weight x row loss; differentiable

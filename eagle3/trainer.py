@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import Logger
 from eagle3.checkpoints import AtomicCheckpointIO
 from eagle3.config import Config, TrainerConfig, build
 from eagle3.errors import RequestError
+from eagle3.strategies import strategy_named
 
 # Arguments of the Lightning Trainer that other fields of the config decide.
 OWNED = {
@@ -48,7 +49,7 @@ def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], logg
     swappable: dict[str, Any] = {
         "accelerator": cfg.hardware.accelerator,
         "devices": cfg.hardware.devices,
-        "strategy": cfg.hardware.training_strategy,
+        "strategy": strategy_named(cfg.hardware.training_strategy),
         "precision": cfg.hardware.precision,
         "deterministic": cfg.trainer.deterministic,
         "plugins": [AtomicCheckpointIO()],

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle3.acceptance import walk
@@ -131,9 +132,13 @@ class DrafterTraining(LightningModule):
 
     def unroll(self, batch: PackedBatch) -> UnrollLoss:
         """Unroll and loss of one batch."""
-        drafter = self.drafter
+        weights = self.decays / batch.row_counts.clamp_min(1)
         if self.fused is not None and batch.layout is not None:
-            return self.fused(batch, batch.layout, self.decays / batch.row_counts.clamp_min(1))
+            return self.drafter(self.fused, batch, batch.layout, weights)
+        return self.drafter(self._plain_loss, batch, weights)
+
+    def _plain_loss(self, batch: PackedBatch, weights: Tensor) -> UnrollLoss:
+        drafter = self.drafter
         hidden = drafter.unroll(batch.input_ids, batch.hidden_states, batch.position_ids, batch.slots, batch.blocks)
         return unroll_loss(
             hidden,
@@ -141,7 +146,7 @@ class DrafterTraining(LightningModule):
             batch.final_states,
             lambda states: self.teacher(states.to(self.teacher.weight.dtype)),
             batch.slots,
-            self.decays / batch.row_counts.clamp_min(1),
+            weights,
             self.target_ids,
             None if self.target_ids is None else drafter.t2d,
             self.row_loss,
@@ -190,6 +195,7 @@ class DrafterTraining(LightningModule):
         plain = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(plain, ClippedAdamW):
             norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip_norm)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self._norms.append((self.global_step + 1, norm))
             self._read_norms()
             return
@@ -284,6 +290,7 @@ class DrafterTraining(LightningModule):
             dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
             mix = mix_weights(self.settings.losses)
             self.fused = FusedStep(self.drafter, teacher, dtype, mix, self.settings.oov == "mask")
+        if self.fused is not None and self.fused.copies is not None:
             optimizer: torch.optim.Optimizer = ClippedAdamW(self._groups(), self.fused.copies)
         else:
             optimizer = torch.optim.AdamW(self._groups(), fused=True)

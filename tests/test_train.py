@@ -218,30 +218,40 @@ class WholeSteps(PackedDataModule):
 
 
 @pytest.mark.slow
-def test_t9_two_ranks_equal_one(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_t9_two_ranks_equal_one(strategy: str, inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
     """T9, W3, C4: through the command. Batches so small that some rank's is empty; losses, validation and weights are
     those of one process that gets both batches at once; one run folder, one drafter."""
+    assert_two_ranks_equal_one(
+        inputs, tiny_target, tmp_path, "hardware.devices=2", f"hardware.training_strategy={strategy}"
+    )
+
+
+def assert_two_ranks_equal_one(
+    inputs: Path, target: Path, folder: Path, *two: str, both: tuple[str, ...] = (), atol: float = 1e-5
+) -> None:
+    """`two` makes the second run's ranks; `both` runs have the other overrides; `atol` is for the weights."""
     overrides = (
         "trainer.batch_tokens=60",
         "trainer.max_steps=null",
         "trainer.max_epochs=1",
         "trainer.log_every_steps=1",
+        *both,
     )
-    alone = copied(inputs, tmp_path / "alone")
+    alone = copied(inputs, folder / "alone")
     union = ("trainer.datamodule._target_=tests.test_train.WholeSteps", "trainer.accumulate=2")
-    cfg = train_config(alone, tiny_target, *overrides, *union)
+    cfg = train_config(alone, target, *overrides, *union)
     _, one, run_alone = trained(cfg)
 
-    both = copied(inputs, tmp_path / "both")
-    words = train_words(both, tiny_target, *overrides, "trainer.accumulate=2", "hardware.devices=2")
-    command = eagle3(*words, "hardware.training_strategy=ddp", "stage=train", cwd=both)
+    pair = copied(inputs, folder / "pair")
+    command = eagle3(*train_words(pair, target, *overrides, "trainer.accumulate=2", *two), "stage=train", cwd=pair)
     assert command.returncode == 0, command.stderr
-    runs = [path for path in (both / "outputs/runs").glob("*/*-train-*") if path.is_dir()]
+    runs = [path for path in (pair / "outputs/runs").glob("*/*-train-*") if path.is_dir()]
     assert len(runs) == 1
     assert (runs[0] / "rank-1.log").is_file()
-    (two,) = [path for path in (both / "outputs/artifacts/drafter").iterdir() if path.is_dir()]
-    for name, tensor in load_file(two / WEIGHTS).items():
-        torch.testing.assert_close(tensor, load_file(one.folder / WEIGHTS)[name], rtol=1e-4, atol=1e-5)
+    (other,) = [path for path in (pair / "outputs/artifacts/drafter").iterdir() if path.is_dir()]
+    for name, tensor in load_file(other / WEIGHTS).items():
+        torch.testing.assert_close(tensor, load_file(one.folder / WEIGHTS)[name], rtol=1e-4, atol=atol)
     lines = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (run_alone.folder, runs[0])
@@ -250,5 +260,5 @@ def test_t9_two_ranks_equal_one(inputs: Path, tiny_target: Path, tmp_path: Path)
     for mine, theirs in zip(*lines, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine.keys() - {"time"}:
-            if not name.endswith(("_per_s", "_ms", "_bytes")):
+            if not name.endswith(("_per_s", "_ms", "_bytes", "mfu")):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name

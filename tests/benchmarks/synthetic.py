@@ -21,6 +21,7 @@ from eagle3.linear_loss import DraftTeacher
 # hidden, intermediate, heads, key heads, head width, vocabulary, draft vocabulary, rope theta
 SHAPES = {
     "tiny": (256, 1024, 4, 4, 64, 4096, 1024, 10000.0),
+    "small": (1024, 2816, 16, 8, 64, 32000, 8000, 10000.0),
     "llama8b": (4096, 14336, 32, 8, 128, 128256, 32000, 500000.0),
     "kimi": (7168, 18432, 64, 64, 128, 163840, 32000, 50000.0),
     "kimi_full": (7168, 18432, 64, 64, 128, 163840, 163840, 50000.0),

@@ -35,7 +35,10 @@ SHAREGPT = (1953, 2032, 2102, 2278, 2026, 75, 1275, 2591)
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and a batch: documents by length, the supervised fraction of each, in how many turns."""
+    """A shape and a batch: documents by length, the supervised fraction of each, in how many turns.
+
+    SpecForge makes a row of each document and pads it to the longest; tokens/s count real tokens.
+    """
 
     shape: str
     lengths: Sequence[int]
@@ -48,15 +51,21 @@ class Case:
         """Tokens of the batch, without padding."""
         return sum(self.lengths)
 
+    @property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """The supervised spans of each document."""
+        return [turns(length, self.fraction, self.turns) for length in self.lengths]
 
+
+BOTH = ("specforge", "speculators")
 CASES = {
-    "llama8b_60": Case("llama8b", [4096], peers=("specforge", "speculators")),
-    "llama8b_60_turns": Case("llama8b", [4096], turns=8),
-    "llama8b_100": Case("llama8b", [4096], fraction=1.0),
+    "llama8b_60": Case("llama8b", [4096], peers=BOTH),
+    "llama8b_60_turns": Case("llama8b", [4096], turns=8, peers=BOTH),
+    "llama8b_100": Case("llama8b", [4096], fraction=1.0, peers=BOTH),
     "llama8b_mix": Case("llama8b", SHAREGPT, fraction=0.85, peers=("specforge",)),
     "kimi_60": Case("kimi", [4096], peers=("specforge",)),
     "kimi_full_60": Case("kimi_full", [4096]),
-    **{f"llama8b_{tokens // 1024}k": Case("llama8b", [tokens]) for tokens in (8192, 16384, 32768, 65536, 98304)},
+    **{f"llama8b_{tokens // 1024}k": Case("llama8b", [tokens]) for tokens in (8192, 16384, 32768, 65536)},
 }
 
 
@@ -66,8 +75,7 @@ class Ours:
     def __init__(self, case: Case) -> None:
         synthetic = build(case.shape, max(case.lengths), "cuda")
         drafter = synthetic.drafter
-        spans = [turns(length, case.fraction, case.turns) for length in case.lengths]
-        self.batch = synthetic.batch(case.lengths, spans, STEPS)
+        self.batch = synthetic.batch(case.lengths, case.spans, STEPS)
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.fused = FusedStep(drafter, synthetic.teacher, torch.bfloat16)
         self.optimizer = ClippedAdamW(self.parameters, self.fused.copies, lr=1e-4, betas=(0.9, 0.95))
@@ -133,16 +141,17 @@ def measure(found: dict[str, Any], case: Case, rate: float) -> None:
     """Our step in one case."""
     try:
         ours = Ours(case)
-        measured = time_steps(ours.step, steps=15 if case.tokens <= 16384 else 5, warmup=3)
+        long = case.tokens > 16384
+        measured = time_steps(ours.step, steps=3 if long else 10, warmup=2 if long else 3)
         flops = sum(ours.flops.values())
         found["ours"] = {
             **measured,
             "tokens_per_s": round(1e3 * case.tokens / measured["median_ms"], 1),
             "needed_tflop": {part: round(count / 1e12, 2) for part, count in ours.flops.items()},
             "mfu": round(flops / measured["median_ms"] / 1e9 / rate, 3),
-            "parts_ms": ours.parts(),
-            "kernels_ms": ours.kernels(),
         }
+        if not long:
+            found["ours"] |= {"parts_ms": ours.parts(), "kernels_ms": ours.kernels()}
         del ours
     except torch.cuda.OutOfMemoryError as error:
         found["ours"] = {"error": str(error).split(".")[0]}
@@ -150,16 +159,19 @@ def measure(found: dict[str, Any], case: Case, rate: float) -> None:
     torch.cuda.empty_cache()
 
 
-def run_peer(peer: str, case: Case) -> dict[str, Any]:
-    """A peer's step in its own process."""
-    request = {
-        "peer": peer, "shape": case.shape, "lengths": list(case.lengths), "fraction": case.fraction, "steps": STEPS
-    }  # fmt: skip
+def run_peer(peer: str, shape: str, cases: dict[str, Case], errors: bool = False) -> dict[str, dict[str, Any]]:
+    """A peer's steps on batches of one shape, in a process of its own; by the cases' names."""
+    batches = [{"case": name, "lengths": list(case.lengths), "spans": case.spans} for name, case in cases.items()]
+    request = {"peer": peer, "shape": shape, "steps": STEPS, "batches": batches, "errors": errors}
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.peer_steps", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr else f"exit {done.returncode}"}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
+        out, trouble = done.stdout, (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired as error:
+        out, trouble = (error.stdout or b"").decode(), "took more than 270 s"
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    found: dict[str, dict[str, Any]] = {line.pop("case"): line for line in lines}
+    return {name: found.get(name, {"error": trouble}) for name in cases}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -192,12 +204,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ours = found["ours"]
         shown = ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")
         say(f"{name}: { {key: ours[key] for key in shown if key in ours} }")
-        for peer in () if chosen.no_peers else case.peers:
-            found[peer] = run_peer(peer, case)
-            if "tokens_per_s" in found[peer] and "tokens_per_s" in ours:
-                found[f"ratio_to_{peer}"] = round(ours["tokens_per_s"] / found[peer]["tokens_per_s"], 3)
-            save()
-            say(f"{name}: {peer} {found[peer]} ratio {found.get(f'ratio_to_{peer}')}")
+    if chosen.no_peers:
+        return
+    measured = {found["case"]: found for found in result["cases"]}
+    groups = {(peer, CASES[name].shape) for name in measured for peer in CASES[name].peers}
+    for peer, shape in sorted(groups):
+        cases = {name: CASES[name] for name in measured if CASES[name].shape == shape and peer in CASES[name].peers}
+        for name, theirs in run_peer(peer, shape, cases).items():
+            found = measured[name]
+            found[peer] = theirs
+            if "tokens_per_s" in theirs and "tokens_per_s" in found["ours"]:
+                found[f"ratio_to_{peer}"] = round(found["ours"]["tokens_per_s"] / theirs["tokens_per_s"], 3)
+            say(f"{name}: {peer} {theirs} ratio {found.get(f'ratio_to_{peer}')}")
+        save()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from eagle3.stages import extract
 from tests.conftest import write_target
 from tests.stages import run_stage
 from tests.test_checkpoints import assert_equal_artifacts, kill_and_resume
+from tests.test_train import LATENT
 from tests.trained import copied, make_inputs, train_config, trained
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -79,6 +80,17 @@ def test_it_learns_what_the_cpu_learns_and_logs_what_is_promised(inputs: Path, t
     assert all(logged[f"train/{name}"] >= 0 for name in names)
     assert 0 < logged["train/mfu"] < 1
     assert 1 <= validated["validation/simulated_acceptance_length"] <= 4
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+def test_latent_attention_learns_what_it_learns_on_the_cpu(inputs: Path, target: Path, tmp_path: Path) -> None:
+    latent = (*LATENT, "trainer.lr=1e-3")
+    cfg = train_config(copied(inputs, tmp_path / "gpu"), target, *GPU, *latent, "hardware.precision=32-true")
+    other = train_config(copied(inputs, tmp_path / "cpu"), target, *latent)
+    mine, theirs = (lines_of(trained(each)[2]) for each in (cfg, other))
+    for here, there in zip(mine, theirs, strict=True):
+        if "train/loss" in here:
+            assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-3)
 
 
 def test_resume_is_bit_equal_when_deterministic(inputs: Path, target: Path, tmp_path: Path) -> None:

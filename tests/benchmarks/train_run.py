@@ -1,0 +1,177 @@
+"""Whole training runs on GPUs: states on disk, data module, Lightning, DrafterTraining, on one or several devices.
+
+    python -m tests.benchmarks.train_run --out results.json --folder /tmp/states --devices 2 --strategy ddp
+
+Says tokens/s of all ranks, time a part, memory and the losses; on one device also the same step on a batch that lies on
+the GPU already (`synthetic`), so that the ratio is what reading, copying and Lightning cost. The states (random, as
+many bytes as real ones) are written once, at the first call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3.adapters.llama import LlamaAdapter
+from eagle3.batches import PackedDataModule
+from eagle3.checkpoint import TargetHead
+from eagle3.config import Config, DrafterConfig, HardwareConfig, TrainerConfig
+from eagle3.prepared import PreparedWriter
+from eagle3.shards import Layout, ShardWriter, shards_at
+from eagle3.store import StatesStore
+from eagle3.tokens import Prepared, Sample, Tokens, sample_id
+from eagle3.trainer import build_trainer, quiet_lightning
+from eagle3.training import DrafterTraining
+from tests.benchmarks.synthetic import Synthetic, build, turns
+from tests.benchmarks.timing import time_steps
+from tests.benchmarks.train_step import STEPS, Case, Ours
+
+LAYERS, FINAL = (2, 16, 29), 32
+
+
+def write_states(folder: Path, synthetic: Synthetic, documents: int, length: int, fraction: float) -> None:
+    """A prepared artifact and a states store of random documents; what is there already stays."""
+    if (folder / "done").is_file():
+        return
+    rng = np.random.default_rng(0)
+    samples = []
+    for number in range(documents):
+        ids = synthetic.draft_ids[rng.integers(0, len(synthetic.draft_ids), length)].astype(np.int32)
+        mask = np.zeros(length, dtype=bool)
+        for start, stop in turns(length, fraction, 1):
+            mask[start:stop] = True
+        samples.append(Sample(sample_id(ids), ids, mask, "train", f"random:{number}"))
+    prepared, states = folder / "prepared", folder / "states"
+    prepared.mkdir(parents=True)
+    with PreparedWriter(prepared) as writer:
+        for sample in samples:
+            writer.add(Tokens(sample.input_ids, sample.loss_mask), sample.key, sample.key.encode())
+        writer.finish(0, 0, synthetic.drafter.shape.vocab_size, [])
+    facts = {"special_ids": [], "stop_ids": [], "vocab_size": synthetic.drafter.shape.vocab_size}
+    manifest = {"metrics": {"samples": documents}, "tokenizer_hash": "none", **facts}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    hidden = synthetic.drafter.shape.target_hidden_size
+    layers = [*LAYERS, FINAL]
+    plan = shards_at([0], [length] * documents, [sample.id for sample in samples])[0]
+    with ShardWriter(states, Layout(hidden, "bfloat16", FINAL), plan, layers) as shard:
+        for sample in samples:
+            random = torch.randn(len(layers), length, hidden, dtype=torch.bfloat16, device="cuda").cpu()
+            shard.write(sample.id, dict(zip(layers, random, strict=True)))
+        shard.close(samples, {"name": "none", "version": "0"})
+    manifest = {"hidden_size": hidden, "dtype": "bfloat16", "final_id": FINAL, "layer_ids": layers}
+    (states / "manifest.json").write_text(json.dumps({**manifest, "shards": [{"name": plan.name}]}))
+    (folder / "done").touch()
+
+
+def train(chosen: argparse.Namespace, synthetic: Synthetic, folder: Path) -> list[dict[str, float]]:
+    """Trains; returns what the log says, line by line."""
+    tokens, devices = chosen.tokens, chosen.devices
+    hardware = HardwareConfig(
+        name="benchmark",
+        accelerator="gpu",
+        devices=devices,
+        training_strategy=chosen.strategy,
+        precision="bf16-mixed",
+    )
+    trainer = TrainerConfig(
+        name="benchmark",
+        batch_tokens=tokens,
+        max_steps=chosen.steps,
+        log_every_steps=10,
+        checkpoint_every_steps=chosen.steps + 1,
+        deterministic=chosen.deterministic,
+    )
+    cfg = Config(
+        hardware=hardware, trainer=trainer, drafter=DrafterConfig(name="dense", losses={"soft_cross_entropy": 1.0})
+    )
+    drafter, teacher = synthetic.drafter, synthetic.teacher
+    drafter.initialise(0)
+    data = PackedDataModule(
+        Prepared.open(folder / "prepared"),
+        StatesStore.open(folder / "states"),
+        LAYERS,
+        drafter.t2d.cpu().numpy() if drafter.target_ids is not None else None,
+        STEPS,
+        "exact",
+        tokens,
+        epochs=chosen.steps,
+        max_steps=chosen.steps,
+        rank=int(os.environ.get("LOCAL_RANK", "0")),
+        ranks=devices,
+        pin_memory=True,
+    )
+    lines: list[dict[str, float]] = []
+    weight = torch.empty_like(teacher.weight)  # back from the draft vocabulary's order
+    ids = torch.arange(len(weight), device=weight.device)
+    if teacher.draft_ids is not None:
+        others = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
+        others[teacher.draft_ids] = False
+        ids = torch.cat((teacher.draft_ids, ids[others]))
+    weight[ids] = teacher.weight
+    head = TargetHead(LlamaAdapter(), torch.ones_like(weight[0]), weight, drafter.shape.rms_norm_eps)
+    module = DrafterTraining(
+        drafter, head, cfg.drafter, cfg.trainer, data.plan.steps, lambda _, metrics, __: lines.append(metrics)
+    )
+    with quiet_lightning(), tempfile.TemporaryDirectory() as run_folder:
+        build_trainer(cfg, Path(run_folder), [], []).fit(module, datamodule=data)
+    return lines
+
+
+def main() -> None:
+    """Reads the command line, runs, appends one result to the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--shape", default="llama8b")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--documents", type=int, default=24)
+    parser.add_argument("--fraction", type=float, default=0.6)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
+    chosen = parser.parse_args()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(rank)
+    synthetic = build(chosen.shape, chosen.tokens, "cuda")
+    write_states(chosen.folder, synthetic, chosen.documents, chosen.tokens, chosen.fraction)
+    torch.cuda.reset_peak_memory_stats()
+    lines = train(chosen, synthetic, chosen.folder)
+    if rank:
+        return
+    settled = lines[2:]  # the first steps compile and fill the cache of pages
+
+    def median(name: str) -> float:
+        return round(statistics.median(line[name] for line in settled), 3)
+
+    names = ["tokens_per_s", "supervised_rows_per_s", "mfu", "peak_memory_bytes"]
+    names += [f"time/{part}_ms" for part in ("data", "forward", "backward", "optimizer")]
+    result: dict[str, Any] = {
+        **{name: getattr(chosen, name) for name in ("shape", "tokens", "steps", "devices", "strategy")},
+        "deterministic": chosen.deterministic,
+        "device": torch.cuda.get_device_name(),
+        **{name: median(name) for name in names},
+        "losses": [round(line["loss"], 5) for line in lines],
+        "grad_norms": [round(line["grad_norm"], 5) for line in lines],
+    }
+    if chosen.devices == 1 and not chosen.deterministic:
+        del synthetic
+        ours = Ours(Case(chosen.shape, [chosen.tokens], chosen.fraction))
+        alone = time_steps(ours.step, steps=15, warmup=3)
+        result["synthetic"] = alone
+        result["ratio_to_synthetic"] = round(result["tokens_per_s"] / (1e3 * chosen.tokens / alone["unpaused_ms"]), 3)
+    with chosen.out.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
