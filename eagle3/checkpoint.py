@@ -63,6 +63,10 @@ class TargetHead(nn.Module):
         """The target's logits [..., V] of pre-norm final states [..., H]."""
         return nn.functional.linear(self.normed(states).to(self.weight.dtype), self.weight)
 
+    def rows(self, ids: Tensor) -> TargetHead:
+        """The same teacher with the rows of some token ids [D] only: logits [..., D]."""
+        return TargetHead(self.adapter, self.norm_weight, self.weight[ids], self.eps)
+
 
 @dataclass
 class Target:

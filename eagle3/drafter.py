@@ -29,8 +29,8 @@ from eagle3.rotary import Rotary
 from eagle3.slots import SlotRows
 
 WEIGHTS = "drafter.safetensors"
-# The last norm of a fresh drafter whose head is the target's: logits a fifth as large as the target's own.
-SOFT_START = 0.2
+# The last norm of a fresh drafter whose head is the target's: logits half as large as the target's own.
+SOFT_START = 0.5
 
 
 @dataclass(frozen=True)

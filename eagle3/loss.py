@@ -114,6 +114,7 @@ def unroll_loss(
     row_loss: RowLoss = soft_cross_entropy,
     oov: str = "mask",
     chunk_elements: int = CHUNK_ELEMENTS,
+    outside: Tensor | None = None,
 ) -> UnrollLoss:
     """Compares the drafter's supervised rows with the target's distributions.
 
@@ -121,13 +122,16 @@ def unroll_loss(
     `final_states` [T, H] the target's final states of the packed batch; `step_weights` [steps] = decay^k over the count
     of rows supervised at k; `draft_ids` int64 [D] maps draft to target ids and `in_draft_vocab` is bool [V] (both None
     when the vocabularies are equal). `oov="mask"` takes rows out of the loss whose teacher's argmax is outside, "keep"
-    does not. Softmax arithmetic is fp32 (fp64 for fp64 input), matrix products run in the autocast dtype.
+    does not. When `outside` bool [U] already says for each teacher token whether it is, `teacher` gives logits over the
+    draft vocabulary [U, D] only. Softmax arithmetic is fp32 (fp64 for fp64 input), matrix products run in the autocast
+    dtype.
     """
     if oov not in OOV:
         raise RequestError(f"drafter.oov: found '{oov}', expected one of {list(OOV)}; try drafter.oov=mask")
     device = hidden.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    chunk = _Chunk(final_states, teacher, slots, step_weights, draft_ids, in_draft_vocab, row_loss, oov == "mask")
+    mask = oov == "mask"
+    chunk = _Chunk(final_states, teacher, slots, step_weights, draft_ids, in_draft_vocab, row_loss, mask, outside)
     with torch.autocast(device, enabled=False):
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
         ordered = hidden[slots.by_teacher].to(compute)
@@ -151,10 +155,13 @@ class _Chunk:
     in_draft_vocab: Tensor | None
     row_loss: RowLoss
     mask_oov: bool
+    outside: Tensor | None
 
     def teach(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Probabilities over the draft vocabulary [U, D] and the out-of-vocabulary test [U] of teacher tokens."""
         logits = self.teacher(self.final_states[self.slots.teacher_tokens[start:stop]])
+        if self.outside is not None:
+            return F.softmax(_exact(logits), dim=-1), self.outside[start:stop]
         if self.draft_ids is None or self.in_draft_vocab is None:
             outside = torch.zeros(stop - start, dtype=torch.bool, device=logits.device)
             return F.softmax(_exact(logits), dim=-1), outside

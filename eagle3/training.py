@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from eagle3.errors import StageFailed
 from eagle3.fused_step import FusedStep, fits
 from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import UnrollLoss, mix_losses, mix_weights, unroll_loss
+from eagle3.oov_memory import OovMemory
 from eagle3.optimizers import ClippedAdamW
 from eagle3.slots import spans
 from eagle3.step_clock import StepClock, matrix_rate, needed_flops
@@ -121,6 +123,7 @@ class DrafterTraining(LightningModule):
         self.grad_norm = float("nan")
         self._norms: list[tuple[int, Tensor]] = []  # of optimizer steps, counted from 1
         self.fused: FusedStep | None = None
+        self.oov_memory = OovMemory()
         self.validation: dict[str, float] = {}
         self.register_buffer("target_ids", drafter.target_ids, persistent=False)
         decays = [drafter_config.step_decay**k for k in range(drafter_config.unroll_steps)]
@@ -139,19 +142,31 @@ class DrafterTraining(LightningModule):
 
     def _plain_loss(self, batch: PackedBatch, weights: Tensor) -> UnrollLoss:
         drafter = self.drafter
+        remember = self.target_ids is not None and self.device.type == "cpu"
+        outside = self.oov_memory.recall(batch) if remember else None
+        teacher = self.teacher if outside is None else self._draft_teacher
         hidden = drafter.unroll(batch.input_ids, batch.hidden_states, batch.position_ids, batch.slots, batch.blocks)
-        return unroll_loss(
+        result = unroll_loss(
             hidden,
             drafter.lm_head.weight,
             batch.final_states,
-            lambda states: self.teacher(states.to(self.teacher.weight.dtype)),
+            lambda states: teacher(states.to(teacher.weight.dtype)),
             batch.slots,
             weights,
             self.target_ids,
             None if self.target_ids is None else drafter.t2d,
             self.row_loss,
             self.settings.oov,
+            outside=outside,
         )
+        if remember and outside is None:
+            self.oov_memory.learn(batch, result)
+        return result
+
+    @cached_property
+    def _draft_teacher(self) -> TargetHead:
+        assert self.target_ids is not None
+        return self.teacher.rows(self.target_ids)
 
     def on_train_start(self) -> None:
         """What the config says holds, also over what a checkpoint of a shorter run remembers."""
@@ -297,12 +312,17 @@ class DrafterTraining(LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what is known about the teacher's tokens."""
+        checkpoint["oov_memory"] = self.oov_memory.state_dict()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Puts Lightning's counters between two batches, behind the last validation that was due.
 
         Wherever in its loop Lightning was when the checkpoint was written (in a hook of the batch or of the validation,
         at the last batch of a run that now goes on), what follows is the next batch.
         """
+        self.oov_memory.load_state_dict(checkpoint["oov_memory"])
         batches = checkpoint["global_step"] * self.recipe.accumulate
         loops = checkpoint["loops"]["fit_loop"]
         done = {"ready": batches, "started": batches, "processed": batches, "completed": batches}
