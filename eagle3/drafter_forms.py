@@ -8,6 +8,7 @@ llama_eagle3.py and kimi_k25_eagle3.py, speculators' models/eagle3, SpecForge's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,7 @@ from eagle3 import servers
 from eagle3.drafter import DrafterShape
 from eagle3.errors import RequestError
 from eagle3.layers import check_ids, eagle_ids, from_output_ids, output_ids
+from eagle3.rotary import rope_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +140,7 @@ def _layer_config(
     shape: DrafterShape, target: TargetShape, reader: servers.Reader, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The drafter's one layer as a transformers config, with rope in every spelling in use."""
-    rope = shape.rope_scaling or {"rope_type": "default"}
+    rope = {**(shape.rope_scaling or {"rope_type": "default"}), **_attn_factor(shape)}
     eos, dtype_name = target.eos_token_ids, str(dtype).removeprefix("torch.")
     heads: dict[str, Any] = {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
     if shape.attention == "mla":
@@ -151,7 +153,7 @@ def _layer_config(
         **heads,
         # transformers 4 reads the first pair, transformers 5 the second form.
         "rope_theta": shape.rope_theta,
-        "rope_scaling": shape.rope_scaling,
+        "rope_scaling": rope if shape.rope_scaling else None,
         "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
         # fc is sized by it; without it servers assume three.
         "num_aux_hidden_states": len(shape.layer_ids),
@@ -163,6 +165,27 @@ def _layer_config(
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
     }
+
+
+def _attn_factor(shape: DrafterShape) -> dict[str, float]:
+    """YaRN's factor on cos and sin for servers that know no mscale in a dense layer (vLLM 0.26, SGLang 0.5.14).
+
+    They multiply their own default by `attn_factor`; the others ignore it and read what transformers reads.
+    """
+    scaling = shape.rope_scaling or {}
+    if shape.attention != "dense" or _kind(scaling) != "yarn":
+        return {}
+    factor = rope_frequencies(shape)[1] / _yarn_default(scaling["factor"])
+    return {} if math.isclose(factor, 1.0) else {"attn_factor": factor}
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def _yarn_default(factor: float) -> float:
+    """What multiplies cos and sin where a YaRN config says nothing else."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def shape_of(
@@ -179,7 +202,10 @@ def shape_of(
     missing = [name for name, default in SIZES.items() if default is ... and name not in inner]
     rope = dict(inner.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", inner.get("rope_theta"))
-    scaling = (rope or inner.get("rope_scaling")) or {}
+    scaling = dict((rope or inner.get("rope_scaling")) or {})
+    attn_factor = scaling.pop("attn_factor", None)
+    if attn_factor is not None and not {"mscale", "attention_factor"} & scaling.keys():
+        scaling["attention_factor"] = attn_factor * _yarn_default(scaling["factor"])
     latent = bool(inner.get("kv_lora_rank"))
     if latent:
         missing += [name for name in LATENT_SIZES if name not in inner]
@@ -201,14 +227,13 @@ def shape_of(
     defaults = dict.fromkeys(OUTER[:4], False) | {"norm_before_residual": speculators}
     defaults |= {"target_hidden_size": sizes["hidden_size"], "draft_vocab_size": sizes["vocab_size"]}
     outer = {name: config.get(name) if config.get(name) is not None else default for name, default in defaults.items()}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
     values: dict[str, Any] = {
         **sizes,
         **kinds,
         **outer,
         "layer_ids": _layer_ids(config, path, num_layers, layer_ids),
         "rope_theta": float(cast(float, theta)),
-        "rope_scaling": None if kind == "default" else dict(scaling),
+        "rope_scaling": None if _kind(scaling) == "default" else scaling,
     }
     return DrafterShape(**values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,15 @@ def test_what_is_no_such_drafter_is_refused(tmp_path: Path, changes: dict[str, A
     folder = write(tmp_path / "published", eagle_config(**changes), eagles_own(drafter))
     with pytest.raises(RequestError, match=r"config\.json.*" + words):
         import_drafter(folder, drafter.embedding, LAYERS)
+
+
+def test_a_servers_own_factor_on_the_rotation_is_kept(tmp_path: Path) -> None:
+    """`attn_factor` multiplies YaRN's default, where transformers has `attention_factor` for the product."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attn_factor": 0.5}
+    drafter = make_drafter()
+    folder = write(tmp_path / "published", eagle_config(rope_scaling=yarn), eagles_own(drafter))
+    found = import_drafter(folder, drafter.embedding, LAYERS)
+    assert found.rotary.attention_scaling == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
 
 
 @pytest.mark.parametrize("form", ["eagle", "speculators"])

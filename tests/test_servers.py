@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,38 @@ def test_vllm_reads_its_own_ids_in_both_places(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 29, 57]
+
+
+KIMI_ROPE = {
+    "rope_type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted"),
+    [
+        (KIMI_ROPE, 1.0),
+        ({**KIMI_ROPE, "mscale_all_dim": 0.0}, 0.1 * math.log(64) + 1),
+        ({"attention_factor": 1.2}, 1.2),
+    ],
+)
+def test_x5_servers_without_mscale_turn_a_dense_layer_by_as_much(
+    tmp_path: Path, rope: dict[str, Any], wanted: float
+) -> None:
+    """vLLM 0.26 and SGLang 0.5.14 multiply cos and sin of a dense layer by (0.1 ln factor + 1) * attn_factor."""
+    drafter = make_drafter(rope_scaling={**KIMI_ROPE, **rope})
+    assert drafter.rotary.attention_scaling == pytest.approx(wanted)
+    export_drafter(drafter, make_target(architecture="KimiK25ForConditionalGeneration"), tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for written in (config["rope_scaling"], config["rope_parameters"]):
+        served = (0.1 * math.log(written["factor"]) + 1) * written.get("attn_factor", 1.0)
+        assert served == pytest.approx(wanted)
 
 
 class SglangLoader:

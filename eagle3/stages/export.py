@@ -13,6 +13,7 @@ from eagle3.blueprint import drafter_shape
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import DrafterShape, load_drafter
+from eagle3.drafter_forms import SPECULATORS
 from eagle3.export import export_drafter
 from eagle3.model_card import CARD, card_facts, model_card
 from eagle3.published import CONFIG
@@ -21,6 +22,8 @@ from eagle3.stages import train
 from eagle3.weights import read_json
 
 MAKE = "eagle3 stage=export"
+# Raised when the same drafter would be written otherwise than before.
+FORMAT = 2
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -114,11 +117,15 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
 def _exported(cfg: Config, artifacts: Artifacts, source: Artifact) -> Artifact:
     identity = {
+        "format": FORMAT,
         "drafter": _id(source),
         "target": cfg.export.target,
         "engine_version": cfg.export.engine_version,
         "dtype": cfg.export.dtype,
     }
+    if cfg.export.target == SPECULATORS:
+        # Its config.json names the target's checkpoint and a number of drafts.
+        identity |= {"verifier": cfg.model.path, "k": cfg.evaluate.k}
     return artifacts.of("export", identity)
 
 
