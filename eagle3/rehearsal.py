@@ -215,6 +215,9 @@ def _store_pass(
     outcome.add("store", not faults, faults[0] if faults else f"{size / 1e9:.2f} GB written and read back")
     outcome.numbers.update(
         tokens_per_s=round(count.tokens / report["seconds"]),
+        model_tokens_per_s=round(
+            count.tokens * len(report["ranks"]) / sum(rank["model_s"] for rank in report["ranks"])
+        ),
         bytes_per_token=round(size / max(count.tokens, 1)),
         bytes_per_state=sum(rank["bytes"] for rank in report["ranks"]) / sum(lengths) / len(layer_ids),
         written_bytes_per_s=round(size / report["seconds"]),
@@ -273,7 +276,9 @@ def _forecast(
         share = cfg.hardware.engine_options.get("gpu_memory_utilization", MEMORY_SHARE)
         outcome.add("memory", *need.verdict(int(total * share)))
     # Layers cost alike; what is there once (embedding, scheduling) is counted with them, which errs on the slow side.
-    speed = numbers["tokens_per_s"] * depth / target.shape.num_layers
+    # The disk has as many states a token to write as now, so it can only be as slow as it was.
+    computed = numbers["model_tokens_per_s"] * depth / target.shape.num_layers
+    speed = min(computed, numbers["tokens_per_s"])
     numbers["forecast_tokens_per_s"] = round(speed)
     numbers["forecast_bytes_per_s"] = round(speed * numbers["bytes_per_token"])
     if extraction.lengths is None:
@@ -283,4 +288,6 @@ def _forecast(
     numbers.update(forecast_bytes=size, forecast_seconds=round(seconds, 1))
     fits = size <= extraction.free_bytes
     outcome.add("disk", fits, f"{size / 1e9:,.1f} GB of states, {extraction.free_bytes / 1e9:,.1f} GB free")
-    outcome.add("time", True, f"about {duration(seconds)} for {tokens:,} tokens at {speed:,.0f} tokens/s")
+    bound = "the model" if speed == computed else "writing"
+    detail = f"about {duration(seconds)} for {tokens:,} tokens at {speed:,.0f} tokens/s, bound by {bound}"
+    outcome.add("time", True, detail)

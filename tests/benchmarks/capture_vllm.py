@@ -236,7 +236,9 @@ class Case:
         log_file = self.work / f"{self.cfg.model.name}-capture.log"
         return VllmEngine(self.cfg, self.target, load_format="dummy", log_file=log_file)
 
-    def run(self, engine: VllmEngine, process: EngineProcess, args: argparse.Namespace) -> dict[str, Any]:
+    def run(
+        self, engine: VllmEngine, process: EngineProcess, args: argparse.Namespace, disk: Path | None
+    ) -> dict[str, Any]:
         """All measurements; the plain engine is closed when it is no longer needed."""
         version, info, vocab = process.wait_ready(lambda text: None), engine.info(), self.target.shape.vocab_size
         result: dict[str, Any] = {
@@ -256,9 +258,9 @@ class Case:
         captured(engine, make_samples(self.sets["mixed_128_4096"], vocab, 1), self.ids, args.folder)
         result["sets"] = measure(self.sets, vocab, process, engine, self.ids, args)
         process.close()
-        if args.disk:
+        if disk:
             rate = result["sets"]["fixed_2048"]["plain_tokens_per_s"]
-            result["disk"] = measure_disk(self.sets["fixed_2048"], vocab, rate, engine, self.ids, args.disk)
+            result["disk"] = measure_disk(self.sets["fixed_2048"], vocab, rate, engine, self.ids, disk)
         return result
 
 
@@ -271,7 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/eagle3-bench"))
-    parser.add_argument("--disk", type=Path, help="also capture into this folder on a disk")
+    parser.add_argument("--disk", type=Path, help="capture the first shape into this folder on a disk too")
     parser.add_argument("--eager-baseline", action="store_true")
     parser.add_argument("--options", default="{}", help="engine options, JSON")
     parser.add_argument("--out", type=Path, help="folder for a JSON file of each shape")
@@ -285,8 +287,9 @@ def main() -> None:
         process = cases[0].start_plain()
         engines = [stack.enter_context(engine.result()) for engine in loading]
         for case, engine in zip(cases, engines, strict=True):
+            first = case is cases[0]
             with engine:
-                result = case.run(engine, process if case is cases[0] else case.start_plain(), args)
+                result = case.run(engine, process if first else case.start_plain(), args, args.disk if first else None)
             print(json.dumps(result), flush=True)
             if args.out:
                 (args.out / f"capture_vllm_{result['shape']}.json").write_text(json.dumps(result, indent=1) + "\n")
