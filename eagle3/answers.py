@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -201,8 +202,11 @@ def regenerate(
                 prompts[prompt.key] = (dialogue, prompt)
         # Of similar length, so that a batch ends at once; the order depends on nothing but the prompts.
         order = sorted(prompts, key=lambda key: (-len(prompts[key][1].input_ids), key))
-        for first in range(0, len(order), settings.batch):
-            batch = [prompts[key][1] for key in order[first : first + settings.batch]]
+        # Equal batches: a small last one would drain as long as a full one.
+        batches = math.ceil(len(order) / settings.batch)
+        for i in range(batches):
+            keys = order[i * len(order) // batches : (i + 1) * len(order) // batches]
+            batch = [prompts[key][1] for key in keys]
             for answer in _answers(batch, engine, journal, settings, count, advance):
                 count.cut += answer.finish != "stop"
                 prompts[answer.key][0].take(answer, template)
