@@ -158,7 +158,7 @@ class TrainerConfig:
     max_steps: int | None = number(None, least=1)
     batch_tokens: int = number(4096, least=1)
     accumulate: int = number(1, least=1)
-    optimizer: str = choice("adamw")
+    optimizer: str = choice("adamw", "muon")
     lr: float = number(1e-4, above=0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = number(0.0, least=0)
@@ -173,6 +173,7 @@ class TrainerConfig:
     resume: bool = True
     resume_from: str | None = None
     num_workers: int = number(0, least=0)
+    checkpoint_activations: bool = False
     profile: bool = False
     lightning: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)

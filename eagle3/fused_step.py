@@ -27,7 +27,7 @@ class FusedStep:
     """The loss of a packed batch: drafter and teacher on one device, `dtype` for the products.
 
     `mix` weighs soft cross-entropy, reverse KL, total variation, LK; `mask_oov` takes rows out of the loss whose
-    teacher's argmax lies outside the draft vocabulary.
+    teacher's argmax lies outside the draft vocabulary; `recompute` makes the MLP's rows again instead of keeping them.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class FusedStep:
         mix: Mix = (1.0, 0.0, 0.0, 0.0),
         mask_oov: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
+        recompute: bool = False,
     ) -> None:
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes, self.recompute = chunk_bytes, recompute
         self.drafter, self.teacher, self.dtype, self.mix, self.mask_oov = drafter, teacher, dtype, mix, mask_oov
         shape = drafter.shape
         self.shape = UnrollShape(
@@ -79,7 +80,7 @@ class FusedStep:
         *products, fc, head = (self.copies or self._copies()).fresh()
         features = self.fuse(batch.hidden_states, fc)
         rotary = self.rotary(layout)
-        outputs = unroll(features, embeddings, layout, rotary, self.shape, self.params, products)
+        outputs = unroll(features, embeddings, layout, rotary, self.shape, self.params, products, self.recompute)
         return stacked_loss(
             outputs,
             drafter.lm_head.weight,

@@ -66,3 +66,32 @@ class ClippedAdamW(torch.optim.AdamW):
                 if copy is not None and self.copies is not None:
                     self.copies.mark(weight)
         return loss
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon (arXiv 2502.16982) for the groups marked `muon`, AdamW for the others, under one schedule.
+
+    Muon's updates are scaled to AdamW's size, so that one learning rate serves both. State and groups are this
+    optimizer's own: the two work on them.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        muon, adamw = ([g for g in self.param_groups if bool(g.get("muon")) == chosen] for chosen in (True, False))
+        self._muon = torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(adamw, fused=adamw[0]["params"][0].is_cuda)
+        for mine, theirs in zip([*muon, *adamw], [*self._muon.param_groups, *self._adamw.param_groups], strict=True):
+            mine.update({key: value for key, value in theirs.items() if key not in mine})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, chosen in ((self._muon, True), (self._adamw, False)):
+            part.state = self.state  # loading a state makes new ones
+            part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == chosen]
+            part.step()
+        return loss

@@ -27,12 +27,12 @@ from eagle3.batches import PackedBatch
 from eagle3.checkpoint import TargetHead
 from eagle3.config import DrafterConfig, TrainerConfig
 from eagle3.drafter import Eagle3Drafter
-from eagle3.errors import StageFailed
+from eagle3.errors import RequestError, StageFailed
 from eagle3.fused_step import FusedStep, fits
 from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import UnrollLoss, mix_losses, mix_weights, unroll_loss
 from eagle3.oov_memory import OovMemory
-from eagle3.optimizers import ClippedAdamW
+from eagle3.optimizers import ClippedAdamW, MuonAdamW
 from eagle3.slots import spans
 from eagle3.step_clock import StepClock, matrix_rate, needed_flops
 from eagle3.trainer import peak_memory_bytes
@@ -288,25 +288,45 @@ class DrafterTraining(LightningModule):
         return learning_rate_factor(step, self.steps, self.recipe.warmup_ratio, self.recipe.min_lr_ratio)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Matrices and norms: the latter are not decayed."""
+        """Matrices and norms, which are not decayed; with Muon the head by itself."""
+        head = self.drafter.lm_head.weight
         matrices = [p for p in self.drafter.parameters() if p.ndim > 1]
         norms = [p for p in self.drafter.parameters() if p.ndim <= 1]
-        common = {"lr": self.recipe.lr, "betas": tuple(self.recipe.betas)}
+        common = {"lr": self.recipe.lr, "weight_decay": self.recipe.weight_decay}
+        adamw = {**common, "betas": tuple(self.recipe.betas)}
+        if self.recipe.optimizer == "adamw":
+            return [{"params": matrices, **adamw}, {"params": norms, **adamw, "weight_decay": 0.0}]
         return [
-            {"params": matrices, **common, "weight_decay": self.recipe.weight_decay},
-            {"params": norms, **common, "weight_decay": 0.0},
+            {"params": [p for p in matrices if p is not head], **common, "muon": True},
+            {"params": [head], **adamw},
+            {"params": norms, **adamw, "weight_decay": 0.0},
         ]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW and a schedule that moves with optimizer steps. Parameters have come to their device by now."""
+        """The optimizer and a schedule that moves with its steps. Parameters have come to their device by now."""
         if fits(self.drafter):
             teacher = DraftTeacher(self.teacher.normed, self.teacher.weight, self.target_ids)
             self.teacher.weight = teacher.weight[:0]  # the rows live on in their new order
             dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
             mix = mix_weights(self.settings.losses)
-            self.fused = FusedStep(self.drafter, teacher, dtype, mix, self.settings.oov == "mask")
-        if self.fused is not None and self.fused.copies is not None:
-            optimizer: torch.optim.Optimizer = ClippedAdamW(self._groups(), self.fused.copies)
+            self.fused = FusedStep(
+                self.drafter,
+                teacher,
+                dtype,
+                mix,
+                self.settings.oov == "mask",
+                recompute=self.recipe.checkpoint_activations,
+            )
+        optimizer: torch.optim.Optimizer
+        if self.recipe.optimizer == "muon":
+            if isinstance(self.drafter.fc.weight, DTensor):
+                raise RequestError(
+                    "trainer.optimizer: found muon with weights in shards, expected them whole, as it needs "
+                    "whole matrices; try hardware.training_strategy=ddp"
+                )
+            optimizer = MuonAdamW(self._groups())
+        elif self.fused is not None and self.fused.copies is not None:
+            optimizer = ClippedAdamW(self._groups(), self.fused.copies)
         else:
             optimizer = torch.optim.AdamW(self._groups(), fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)

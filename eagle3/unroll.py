@@ -7,7 +7,9 @@ The same arithmetic as `Eagle3Drafter.unroll`, with everything left out that nee
 * a weight's gradient is one matrix product over the rows of all steps, accumulated in fp32 by the matrix units;
 * no gradient is made for inputs that have no parameter before them.
 
-So the backward pass is explicit. Reference for every gradient: `Eagle3Drafter.unroll` and tests/reference.py.
+With `recompute` the MLP's wide rows are made again in the backward pass instead of being kept: about half the memory of
+a row for one more product. So the backward pass is explicit. Reference for every gradient: `Eagle3Drafter.unroll` and
+tests/reference.py.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def unroll(
     shape: UnrollShape,
     params: Sequence[Tensor],
     products: Sequence[Tensor],
+    recompute: bool = False,
 ) -> Tensor:
     """Normed outputs [M, H] of all steps' rows, stacked as `layout` says.
 
@@ -74,7 +77,7 @@ def unroll(
     hidden_norm, post_attention_layernorm, norm: gradients are made for these. `products`: the same weights in the dtype
     of `features`, joined: q, k, v; o; gate, up; down.
     """
-    return _Unroll.apply(features, embeddings, layout, rotary, shape, products, *params)
+    return _Unroll.apply(features, embeddings, layout, rotary, shape, products, recompute, *params)
 
 
 class _Unroll(torch.autograd.Function):
@@ -87,10 +90,11 @@ class _Unroll(torch.autograd.Function):
         rotary: tuple[Tensor, Tensor],
         shape: UnrollShape,
         products: Sequence[Tensor],
+        recompute: bool,
         *params: Tensor,
     ) -> Tensor:
         weights = LayerWeights(products, params[7:])
-        saved = _Forward(features, embeddings, layout, rotary, shape, weights)
+        saved = _Forward(features, embeddings, layout, rotary, shape, weights, recompute)
         outputs = saved.run()
         ctx.saved, ctx.params = saved, params
         return outputs
@@ -101,7 +105,7 @@ class _Unroll(torch.autograd.Function):
         backward = _Backward(saved, grads[0])
         grad_features = backward.run()
         param_grads = backward.weight_grads(ctx.params)
-        return grad_features, None, None, None, None, None, *param_grads
+        return grad_features, *[None] * 6, *param_grads
 
 
 class _Forward:
@@ -115,6 +119,7 @@ class _Forward:
         rotary: tuple[Tensor, Tensor],
         shape: UnrollShape,
         weights: LayerWeights,
+        recompute: bool,
     ) -> None:
         self.features, self.layout, self.rotary, self.shape, self.weights = features, layout, rotary, shape, weights
         self.kernels = kernels_for(features.device)
@@ -128,7 +133,7 @@ class _Forward:
         self.attended = new(stacked, shape.q_width)
         self.middle = new(stacked, width)  # the residual stream after attention
         self.normed = new(stacked, width)  # the MLP's input
-        self.gate_up = new(stacked, len(weights.gate_up))
+        self.gate_up = None if recompute else new(stacked, len(weights.gate_up))
         self.left = new(stacked, width)  # g, the layer's output
         self.outputs = new(stacked, width)
         self.lse = [new(shape.q_heads, n, dtype=exact) for n in layout.counts]
@@ -175,8 +180,7 @@ class _Forward:
             residual = (self.outputs if shape.norm_output else left)[before : before + len(slots)]
         normed = self.normed[first:last]
         kernels.norm(middle, residual, [weights.post], [normed], self.middle_rstd[first:last], shape.eps)
-        gate_up = self.gate_up[first:last]
-        torch.mm(normed, weights.gate_up.T, out=gate_up)
+        gate_up = self.widen(first, last)
         product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         kernels.swiglu(gate_up, product)
         left, outputs, rstd = left[first:last], self.outputs[first:last], self.left_rstd[first:last]
@@ -192,6 +196,12 @@ class _Forward:
         else:
             kernels.norm(left, middle, [weights.final, weights.hidden], [outputs, following], rstd, shape.eps)
 
+    def widen(self, first: int, last: int) -> Tensor:
+        """The MLP's gates and ups of the rows [first, last), from its input."""
+        normed, weight = self.normed[first:last], self.weights.gate_up
+        kept = normed.new_empty(len(normed), len(weight)) if self.gate_up is None else self.gate_up[first:last]
+        return torch.mm(normed, weight.T, out=kept)
+
     def rotate(self, rows: Tensor, embedded: Tensor, slots: Tensor, step: int, rotated: int) -> None:
         self.kernels.rotate_(rows, embedded, slots, self.layout.positions, step, *self.rotary, rotated)
 
@@ -206,7 +216,12 @@ class _Backward:
         new = features.new_empty
         self.grad_left = new(stacked, width)
         self.grad_middle = new(stacked, width)
-        self.product = new(stacked, forward.gate_up.shape[1] // 2)
+        inner = len(forward.weights.gate_up) // 2
+        self.product = None if forward.gate_up is None else new(stacked, inner)
+        # Gradients of the MLP's weights, added up step by step where its rows are not kept.
+        self.grad_gate_up = new((2 * inner, width), dtype=forward.exact)
+        self.grad_down = new((width, inner), dtype=forward.exact)
+        self.begun = False
         self.grad_attended = torch.empty_like(forward.attended)
         self.grad_qkv = torch.empty_like(forward.qkv)
         kv_width = forward.qkv.shape[1] - forward.shape.q_width
@@ -232,9 +247,13 @@ class _Backward:
         slots = layout.slots[: last - first]
         grad_left = self.grad_left[first:last]
         self.leave(step, grad_following, grad_left)
-        product, gate_up = self.product[first:last], f.gate_up[first:last]
+        gate_up = f.widen(first, last) if f.gate_up is None else f.gate_up[first:last]
+        kept = self.product
+        product = gate_up.new_empty(len(gate_up), len(weights.gate_up) // 2) if kept is None else kept[first:last]
         torch.mm(grad_left, weights.down, out=product)
         kernels.swiglu_backward_(gate_up, product)
+        if kept is None:
+            self.mlp_grads(gate_up, f.normed[first:last], grad_left, product)
         grad_normed = gate_up @ weights.gate_up
         middle, rstd, grad_middle = f.middle[first:last], f.middle_rstd[first:last], self.grad_middle[first:last]
         (grad_post,) = kernels.norm_backward(middle, rstd, [weights.post], [grad_normed], grad_left, grad_middle)
@@ -260,6 +279,12 @@ class _Backward:
         if shape.norm_before_residual:
             grad_entered += grad_middle
         return grad_entered
+
+    def mlp_grads(self, gate_up: Tensor, normed: Tensor, grad_left: Tensor, product: Tensor) -> None:
+        """Adds the part of some rows to the gradients of the MLP's weights."""
+        product_of_rows_(self.grad_gate_up, gate_up, normed, accumulate=self.begun)
+        product_of_rows_(self.grad_down, grad_left, product, accumulate=self.begun)
+        self.begun = True
 
     def leave(self, step: int, grad_following: Tensor | None, grad_left: Tensor) -> None:
         """The gradient of the layer's output g from those of its normed output and of the next step, which reads g."""
@@ -321,15 +346,18 @@ class _Backward:
         unscaled = joined[:, :width]
         product_of_rows_(unscaled, self.grad_embedded.to(f.features.dtype), f.unit_embeddings)
         grad_input = f.kernels.scale_columns_(unscaled, weights.embed, weights.input)
-        gate_up, out, down = (new(p.shape, dtype=f.exact) for p in (weights.gate_up, params[3], params[6]))
-        product_of_rows_(gate_up, f.gate_up, f.normed)
+        if f.gate_up is not None and self.product is not None:
+            self.mlp_grads(f.gate_up, f.normed, self.grad_left, self.product)
+        elif not self.begun:  # no row at all
+            self.grad_gate_up.zero_()
+            self.grad_down.zero_()
+        out = new(params[3].shape, dtype=f.exact)
         product_of_rows_(out, self.grad_middle, f.attended)
-        product_of_rows_(down, self.grad_left, self.product)
         grads = [
             *joined.split([len(p) for p in params[:3]]),
             out,
-            *gate_up.chunk(2),
-            down,
+            *self.grad_gate_up.chunk(2),
+            self.grad_down,
             grad_input,
             *(self.grad_norms[name] for name in ("hidden", "post", "final")),
         ]

@@ -88,6 +88,13 @@ def test_every_gradient_equals_the_drafters_own(name: str) -> None:
     assert_same_step(drafter, fused_step(drafter, docs, 5), train_step(drafter, docs, 5))
 
 
+@pytest.mark.parametrize("name", ["dense", "both"])
+def test_rows_made_again_in_the_backward_pass_change_nothing(name: str) -> None:
+    drafter = make_drafter(make_shape(**VARIANTS[name]))
+    docs = documents(drafter.shape)
+    assert_same_step(drafter, fused_step(drafter, docs, 5, recompute=True), train_step(drafter, docs, 5))
+
+
 @pytest.mark.parametrize("alignment", ["eagle", "speculators"])
 def test_rows_that_are_computed_but_not_supervised_get_no_loss(alignment: str) -> None:
     drafter = make_drafter(make_shape(draft_vocab_size=15))
@@ -106,9 +113,11 @@ def test_losses_mixed_from_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 9])
-def test_t9_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients(tokens: int) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_t9_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients(tokens: int, recompute: bool) -> None:
     drafter = make_drafter(make_shape())
-    step = fused_step(drafter, [make_document(drafter.shape, [], tokens, 1)] if tokens else [], 3)
+    docs = [make_document(drafter.shape, [], tokens, 1)] if tokens else []
+    step = fused_step(drafter, docs, 3, recompute=recompute)
     step.loss.backward()
     assert step.loss == 0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in drafter.parameters())

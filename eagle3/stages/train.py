@@ -38,7 +38,7 @@ OPERATIONAL = {
     "drafter": ("name",),
     "trainer": (
         *("name", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps", "deterministic"),
-        *("resume", "num_workers", "profile"),
+        *("resume", "num_workers", "profile", "checkpoint_activations"),
     ),
 }
 

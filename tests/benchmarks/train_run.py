@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.train_run --out results.json --folder /tmp/states --devices 2 --strategy ddp
 
-Says tokens/s of all ranks, time a part, memory and the losses; on one device also the same step on a batch that lies on
-the GPU already (`synthetic`), so that the ratio is what reading, copying and Lightning cost. The states (random, as
+Says tokens/s of all ranks, time a part, memory and the losses; with --synthetic also the same step on a batch that lies
+on the GPU already, so that the ratio is what reading, copying and Lightning cost. The states (random, as
 many bytes as real ones) are written once, at the first call.
 """
 
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--synthetic", action="store_true", help="also time the step alone, on one device")
     chosen = parser.parse_args()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
@@ -162,7 +163,7 @@ def main() -> None:
         "losses": [round(line["loss"], 5) for line in lines],
         "grad_norms": [round(line["grad_norm"], 5) for line in lines],
     }
-    if chosen.devices == 1 and not chosen.deterministic:
+    if chosen.synthetic:
         del synthetic
         ours = Ours(Case(chosen.shape, [chosen.tokens], chosen.fraction))
         alone = time_steps(ours.step, steps=15, warmup=3)

@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=BOTH, default=list(BOTH))
     chosen = parser.parse_args(arguments)
     say: Callable[[str], None] = lambda line: print(line, flush=True)  # noqa: E731
     rate = round(matrix_rate(torch.device("cuda")) / 1e12, 1)
@@ -204,10 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ours = found["ours"]
         shown = ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")
         say(f"{name}: { {key: ours[key] for key in shown if key in ours} }")
-    if chosen.no_peers:
-        return
     measured = {found["case"]: found for found in result["cases"]}
-    groups = {(peer, CASES[name].shape) for name in measured for peer in CASES[name].peers}
+    groups = {(peer, CASES[name].shape) for name in measured for peer in CASES[name].peers if peer in chosen.peers}
     for peer, shape in sorted(groups):
         cases = {name: CASES[name] for name in measured if CASES[name].shape == shape and peer in CASES[name].peers}
         for name, theirs in run_peer(peer, shape, cases).items():
