@@ -191,7 +191,7 @@ def costs(jobs: Sequence[Record]) -> Figure | None:
     shown = [job for job in jobs if job.seconds_of()][:MOST]
     if not shown:
         return None
-    figure, (time_axes, byte_axes) = _figure(1.5 + 0.32 * len(shown), 2, sharey=True)
+    figure, (time_axes, byte_axes) = _figure(1.7 + 0.32 * len(shown), 2, sharey=True)
     stages = dict.fromkeys(stage for job in shown for stage in job.seconds_of())
     rows = list(range(len(shown)))
     _stack(time_axes, rows, {stage: [job.seconds_of().get(stage, 0.0) for job in shown] for stage in stages})
@@ -206,8 +206,8 @@ def costs(jobs: Sequence[Record]) -> Figure | None:
     byte_axes.set_xlabel("MB")
     time_axes.set_title("Time")
     byte_axes.set_title("Bytes")
-    for axes in (time_axes, byte_axes):
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.6 / (0.32 * len(shown) + 0.3)), ncols=3)
+    figure.legend(*time_axes.get_legend_handles_labels(), fontsize=8, loc="outside lower left", ncols=4)
+    figure.legend(*byte_axes.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=2)
     return figure
 
 
