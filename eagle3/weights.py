@@ -29,7 +29,10 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, Path] = {name: folder / file for name, file in _weight_map(folder).items()}
+        weight_map = _weight_map(folder)
+        # One path a shard: a trillion parameters have 200,000 tensors, and paths are slow to make and to hash.
+        shards = {file: folder / file for file in set(weight_map.values())}
+        self.files: dict[str, Path] = {name: shards[file] for name, file in weight_map.items()}
 
     @cached_property
     def headers(self) -> dict[Path, tuple[dict[str, Any], int]]:
