@@ -15,7 +15,7 @@ class KimiK2Adapter(DeepseekV3Adapter):
 
     name = "kimi_k2"
     engines = ("vllm",)
-    ran_on = ()
+    ran_on = ("vllm 0.32 CPU",)
     turn_ends = ("<|im_end|>", "[EOS]")
     inserted_texts = ("<think></think>",)
     # Tokens that must be one id each, where the tokenizer has them.

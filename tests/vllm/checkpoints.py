@@ -102,6 +102,19 @@ def deepseek_v3(folder: Path, **config: Any) -> Path:
     return _save(folder, DeepseekV3ForCausalLM, deepseek_v3_config(write_tokenizer(folder), **config), 3)
 
 
+def kimi_k2(folder: Path) -> Path:
+    """Kimi-K2: DeepSeek V3 under another model type, whose config is code in the checkpoint."""
+    deepseek_v3(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration_deepseek.py").write_text(
+        "from transformers.models.deepseek_v3 import configuration_deepseek_v3 as published\n\n\n"
+        'class DeepseekV3Config(published.DeepseekV3Config):\n    model_type = "kimi_k2"\n'
+    )
+    return folder
+
+
 def kimi_k25(folder: Path) -> Path:
     """Kimi-K2.5: the vision wrapper around DeepSeek V3, with the weights of the language model only."""
     from safetensors.torch import load_file, save_file
@@ -164,6 +177,7 @@ RECIPES: dict[str, Callable[..., Path]] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "deepseek_v3": deepseek_v3,
+    "kimi_k2": kimi_k2,
     "kimi_k25": kimi_k25,
     "gpt_oss": gpt_oss,
 }

@@ -20,6 +20,7 @@ ADAPTERS = {
     "qwen3": "qwen.QwenAdapter",
     "qwen3_moe": "qwen.QwenAdapter",
     "deepseek_v3": "deepseek_v3.DeepseekV3Adapter",
+    "kimi_k2": "kimi_k2.KimiK2Adapter",
     "kimi_k25": "kimi_k25.KimiK25Adapter",
     "gpt_oss": "gpt_oss.GptOssAdapter",
 }

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from eagle3.engines import Prompt
+from eagle3.engines.backends import log_backends
 from eagle3.engines.vllm import VllmEngine
+from eagle3.engines.vllm_load import SHARDS
 from eagle3.errors import RequestError
 from tests.vllm.checkpoints import RECIPES
-from tests.vllm.engines import SPOILT, assert_same, captured, hugging_face, make_samples, start
+from tests.vllm.engines import SPOILT, assert_same, captured, configured, hugging_face, make_samples, start
 
 LENGTHS = [5, 40, 200, 1, 33, 255, 17, 90]
 
@@ -136,48 +138,43 @@ def test_two_ranks_share_the_writing(llama: Path, tmp_path: Path) -> None:
             assert min(written) > 0.45 * sum(written)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
-def test_families_that_hugging_face_knows(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = recipe(family, tmp_path_factory)
-    samples = make_samples(LENGTHS)
-    with start(family, folder, folder / "engine.log") as engine:
-        found = captured(engine, samples, range(engine.target.shape.num_layers + 1))
-        assert_same(found, hugging_face(engine.target, samples), samples)
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2", "kimi_k25", "llama_4_scaling"]
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "kimi_k25", "llama_4_scaling"])
-def test_states_are_those_of_vllms_own_extraction(
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_hugging_faces_and_those_of_vllms_own_extraction(
     family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The same engine extracts by its own means (`extract_hidden_states`), id n included, and by ours: equal bits.
 
-    Hugging Face has the states of DeepSeek V3 too, and those of Kimi's language model, which is one.
+    Hugging Face has the states of all but the scaled one; Kimi's language models are DeepSeek V3. What the log tells
+    while the model loads is what the load's watch understands.
     """
     from tests.vllm.connector import extracted, options
 
-    folder = tmp_path_factory.mktemp(family)
-    scaling = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.5}}
+    folder = recipe("deepseek_v3" if family == "llama_4_scaling" else family, tmp_path_factory)
     if family == "llama_4_scaling":
-        RECIPES["deepseek_v3"](folder)
+        scaling = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.5}}
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, **scaling}))
-    else:
-        RECIPES[family](folder)
-    samples = make_samples([5, 40, 200, 33])
-    ids = [1, 2, 4, 6] if family == "llama" else [1, 2, 4, 5]
+    samples = make_samples(LENGTHS)
     adapter = "deepseek_v3" if family == "llama_4_scaling" else family
+    n = json.loads((folder / "config.json").read_text()).get("num_hidden_layers", 5)
+    ids = [1, 2, 4, n]
     extraction = options(tmp_path / "extracted", ids)
     with start(adapter, folder, tmp_path / "engine.log", engine_options=extraction) as engine:
-        found = captured(engine, samples, ids)
+        found = captured(engine, samples, range(n + 1))
         reference = extracted(tmp_path / "extracted")
+        target = engine.target
     for sample in samples:
         states = reference[tuple(sample.input_ids.tolist())]
         for place, k in enumerate(ids):
             assert torch.equal(found[sample.id][k], states[:, place]), (sample.id, k)
-    if family in ("deepseek_v3", "kimi_k25"):
-        inner = tmp_path_factory.mktemp("inner")
-        RECIPES["deepseek_v3"](inner)
-        from tests.vllm.engines import configured
-
-        _, target = configured("deepseek_v3", inner)
+    if family in ("kimi_k2", "kimi_k25"):
+        _, target = configured("deepseek_v3", recipe("deepseek_v3", tmp_path_factory))
+    if family != "llama_4_scaling":
         assert_same(found, hugging_face(target, samples), samples)
+    log = (tmp_path / "engine.log").read_text()
+    assert SHARDS.findall(log)[-1] == ("1", "1")
+    if adapter in ("deepseek_v3", "kimi_k2", "kimi_k25"):
+        assert log_backends(log)["prefill"] == engine.ranks[0]["backends"]["prefill"]
