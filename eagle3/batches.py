@@ -168,7 +168,7 @@ class BatchLoader:
         return self._total
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        batches = iter(self._loader(self.start))
+        batches = _with_known_deaths(iter(self._loader(self.start)))
         if self._device is None:
             return batches
         from eagle3.prefetch import prefetched
@@ -181,6 +181,23 @@ class BatchLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Nothing to do: the data module makes a loader that begins at the right batch."""
+
+
+def _with_known_deaths(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+    """The same batches; StoreError when a reading process dies, with what it may have died of.
+
+    torch names the shared memory only.
+    """
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise StoreError(
+            f"trainer.num_workers: a process that reads batches died ({str(error).splitlines()[0]}): of SIGBUS when a "
+            "states file is cut short while it is mapped, its disk fails or /dev/shm is full, of SIGKILL when memory "
+            "runs out; run `eagle3 stage=verify`, then try store.read_mode=eager or trainer.num_workers=0"
+        ) from error
 
 
 class _Batches(Dataset[PackedBatch]):
@@ -304,6 +321,12 @@ class PackedDataModule(LightningDataModule):
             hidden_states=torch.empty(0, len(self.layer_ids) * width, dtype=dtype),
             final_states=torch.empty(0, width, dtype=dtype),
         )
+
+    def setup(self, stage: str) -> None:
+        """Training without a validation sample is said, and Lightning told not to look for any."""
+        if not len(self.validation_rows) and self.trainer is not None:
+            log.info("train: no validation samples: the drafter is that of the last step, not of the best")
+            self.trainer.limit_val_batches = 0
 
     def train_dataloader(self) -> BatchLoader:
         """All batches from `start` on."""

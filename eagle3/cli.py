@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import pkgutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import eagle3.stages
-from eagle3 import children, launchers, plugins
+from eagle3 import children, launchers, plugins, stages
 from eagle3.config import Config, check_nodes, register_schema
 from eagle3.errors import Eagle3Error, RequestError
 from eagle3.runs import Run
@@ -136,15 +134,12 @@ def execute(composed: Composed) -> int:
     return 0
 
 
-def stages() -> list[str]:
-    """The names of all stages."""
-    return sorted(module.name for module in pkgutil.iter_modules(eagle3.stages.__path__))
-
-
 def check_stage(name: str) -> None:
     """RequestError when there is no such stage."""
-    if name not in stages():
-        raise RequestError(f"stage.name: found {name!r}, expected one of {', '.join(stages())}; try stage=pipeline")
+    if name not in stages.names():
+        raise RequestError(
+            f"stage.name: found {name!r}, expected one of {', '.join(stages.names())}; try stage=pipeline"
+        )
 
 
 def _failed(run: Run, error: BaseException) -> int:

@@ -187,8 +187,13 @@ class StatesStore:
         if source is None:
             return read_rows(path, self.layout, first, start, length)
         position = first + start * self.layout.row_bytes
-        if position + length * self.layout.row_bytes > len(source):
-            raise StoreError(f"{path}: is shorter than its index says; run `eagle3 stage=verify`")
+        # The file's size of now: to touch a page that a shortened file has lost kills the process (SIGBUS).
+        size, end = min(len(source), source.size()), position + length * self.layout.row_bytes
+        if end > size:
+            raise StoreError(
+                f"{path}: is shorter than its index says ({size} bytes, expected at least {end}); run `eagle3 "
+                "stage=verify`, and if files here can change while they are read, set store.read_mode=eager"
+            )
         count = length * self.layout.hidden_size
         rows = torch.frombuffer(source, dtype=self.layout.torch_dtype, count=count, offset=position)
         return rows.view(length, self.layout.hidden_size)

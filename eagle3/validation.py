@@ -19,6 +19,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from eagle3 import stages
 from eagle3.config import Config, ModelConfig
 from eagle3.errors import RequestError
 
@@ -207,9 +208,9 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
             f"{key}: found {value}, which is neither a list nor, without -m, a sweep; write '{key}=[{value}]' "
             f"(in quotes) for one list, or add -m for one job for each value (lists: -m '{key}=[1,2],[3,4]')"
         )
-    unmatched = re.match(r"Could not override '([^']+)'", text)
+    unmatched = re.match(r"Could not override '([^']*)'", text)
     if unmatched:
-        return _unknown(unmatched.group(1))
+        return _unmatched(unmatched.group(1), arguments)
     listed = next((a for a in arguments if re.match(r"layers=\[?-?\d", a)), None)
     if listed is not None:
         return f"{listed}: found layer ids where a preset's name belongs; write 'layers.ids=[2,15,27]' (in quotes)"
@@ -232,12 +233,22 @@ def _explain_option(error: MissingConfigException) -> str:
     return f"{group}={option}: there is no such option, expected one of {', '.join(options) or '(none)'}; {hint}"
 
 
+def _unmatched(name: str, arguments: Sequence[str]) -> str:
+    """Hydra found neither a group nor a field of this name among what is composed."""
+    given = next((a for a in arguments if a.partition("=")[0] == name), "")
+    if not name:
+        return f"{given or '='}: is no override, expected FIELD=VALUE or GROUP=OPTION; see `eagle3 --help`"
+    if name == "experiment":
+        return f"{given}: an experiment comes on top of everything else, so write +{given}"
+    return _unknown(name)
+
+
 def _explain_override(override: str) -> str:
     if "=" not in override and not override.startswith("~"):
-        stage = (
-            f"; did you mean stage={override}?" if override.isidentifier() else "; quote a list that has spaces in it"
-        )
-        return f"{override}: is no override, expected FIELD=VALUE or GROUP=OPTION{stage}"
+        hint = "see `eagle3 --help`" if override.isidentifier() else "quote a list that has spaces in it"
+        close = difflib.get_close_matches(override, stages.names(), n=1)
+        hint = f"did you mean stage={close[0]}?" if close else hint
+        return f"{override}: is no override, expected FIELD=VALUE or GROUP=OPTION; {hint}"
     key, _, value = override.partition("=")
     return f"{key}: cannot read the value {value!r}; put lists and special characters in quotes: '{key}=[1, 2, 3]'"
 

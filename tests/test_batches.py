@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,14 @@ def test_workers_read_the_same_batches(tmp_path: Path) -> None:
     data.num_workers = 2
     together = [batch.hidden_states for batch in data.train_dataloader()]
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_a_worker_that_dies_of_a_lost_page_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S6: the message names what kills it and the way to read without maps."""
+    data = make_data(tmp_path, num_workers=1)
+    monkeypatch.setattr(data, "train_batch", lambda index: os.kill(os.getpid(), signal.SIGBUS))
+    with pytest.raises(StoreError, match=r"died \(DataLoader worker.*SIGBUS.*stage=verify.*store\.read_mode=eager"):
+        list(data.train_dataloader())
 
 
 def test_validation_batches_are_each_ranks_share(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import mmap
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,6 +131,16 @@ def test_a_file_that_was_cut_off_before_it_is_mapped(folder: Path, samples: list
     path.unlink()
     with pytest.raises(StoreError, match=r"layer-001\.safetensors: no readable"):
         StatesStore.open(folder).read(samples[2].id, [1])
+
+
+def test_a_file_that_was_cut_off_while_it_is_mapped(folder: Path, samples: list[Sample]):
+    """S6: the size is looked at again before each read, because touching a lost page would kill the process."""
+    store, path = StatesStore.open(folder), folder / "shard-00000" / "layer-001.safetensors"
+    kept = store.read(samples[0].id, [1])[1].clone()
+    os.truncate(path, path.stat().st_size - 30)
+    with pytest.raises(StoreError, match=r"layer-001\.safetensors: is shorter .*stage=verify.*read_mode=eager"):
+        store.read(samples[2].id, [1])
+    assert torch.equal(store.read(samples[0].id, [1])[1], kept)
 
 
 def test_reading_does_not_grow_anonymous_memory(tmp_path: Path):

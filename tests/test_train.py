@@ -24,7 +24,7 @@ from eagle3.stages import train
 from tests.commands import eagle3
 from tests.conftest import write_target
 from tests.stages import run_stage
-from tests.trained import copied, make_inputs, train_config, train_words, trained
+from tests.trained import copied, make_inputs, train_config, train_words, trained, write_prompts
 
 LATENT = (
     *("drafter=mla", "drafter.q_lora_rank=24", "drafter.kv_lora_rank=16"),
@@ -262,3 +262,19 @@ def assert_two_ranks_equal_one(
         for name in mine.keys() - {"time"}:
             if not name.endswith(("_per_s", "_ms", "_bytes", "mfu")):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+def test_training_without_validation_samples(tiny_target: Path, tmp_path: Path) -> None:
+    """It is said once, the drafter is the last step's, and its last checkpoint is there to train longer from."""
+    write_prompts(tmp_path / "rows.jsonl", 8)
+    words = ("dataset.validation_samples=0", "dataset.max_new_tokens=8")
+    cfg = train_config(tmp_path, tiny_target, *words, "trainer.max_steps=4")
+    for stage in ("prepare", "extract"):
+        run_stage(stage, cfg)
+    metrics, artifact, run = trained(cfg)
+    assert metrics["steps"] == 4
+    assert metrics["best_step"] is None
+    assert metrics["simulated_acceptance_length"] is None
+    assert (run.folder / "run.log").read_text().count("no validation samples") == 1
+    longer = train_config(tmp_path, tiny_target, *words, "trainer.max_steps=6", f"trainer.resume_from={artifact.id}")
+    assert trained(longer)[0]["steps"] == 6
