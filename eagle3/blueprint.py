@@ -88,7 +88,7 @@ def _latent_sizes(cfg: DrafterConfig, target: Target) -> dict[str, int]:
             f"heads are sized by {', '.join(LATENT_SIZES[2:])}; leave it out"
         )
     text = target.adapter.text_config(target.config)
-    sizes = {name: getattr(cfg, name) or getattr(text, name, None) for name in LATENT_SIZES}
+    sizes = {name: int(getattr(cfg, name) or getattr(text, name, None) or 0) for name in LATENT_SIZES}
     missing = [name for name, size in sizes.items() if not size]
     if missing:
         raise RequestError(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
 from eagle3.compute_weights import ComputeWeights
-from eagle3.drafter import Eagle3Drafter
+from eagle3.drafter import Attention, Eagle3Drafter
 from eagle3.linear_loss import CHUNK_BYTES, DraftTeacher, Mix, stacked_loss
 from eagle3.loss import UnrollLoss
 from eagle3.row_layout import RowLayout
@@ -60,6 +60,7 @@ class FusedStep:
         """The layer's weights in the order of `unroll`."""
         layer = self.drafter.midlayer
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attention, Attention)  # `fits` has looked
         projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, self.drafter.norm)
         return [part.weight for part in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj, *norms)]

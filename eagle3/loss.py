@@ -136,11 +136,11 @@ def unroll_loss(
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
         ordered = hidden[slots.by_teacher].to(compute)
         outputs = _ChunkedLoss.apply(ordered, head.to(compute), chunk, chunk_elements, needs_grad)
-    loss, row_losses, hits, outside = outputs
+    loss, row_losses, hits, masked = outputs
     # Back from teacher order to step order.
     back = torch.empty_like(slots.by_teacher)
     back[slots.by_teacher] = torch.arange(len(back), device=back.device)
-    return UnrollLoss(loss, row_losses[back], hits[back], outside[back])
+    return UnrollLoss(loss, row_losses[back], hits[back], masked[back])
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,14 @@ class ShardedStrategy(DDPStrategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        module = self.lightning_module
-        assert module is not None
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(module.drafter, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(self._drafter(), mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+    def _drafter(self) -> nn.Module:
+        drafter = getattr(self.lightning_module, "drafter", None)
+        assert isinstance(drafter, nn.Module)
+        return drafter
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Gathers when the drafter's forward is called; so nothing is wrapped around the module itself."""
@@ -73,12 +76,11 @@ class ShardedStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """Gathers the whole weights; here and not in `teardown`, which a rank may also reach alone, by an error."""
         super().on_train_end()
-        assert self.lightning_module is not None
-        self._trained = _whole(dict(self.lightning_module.drafter.named_parameters()))
+        self._trained = _whole(dict(self._drafter().named_parameters()))
 
     def teardown(self) -> None:
         """Leaves a whole drafter behind, on every rank."""
-        drafter = None if self.lightning_module is None else self.lightning_module.drafter
+        drafter = self._drafter() if self._trained else None
         super().teardown()
         for name, tensor in self._trained.items():
             parent, _, last = name.rpartition(".")
@@ -88,7 +90,11 @@ class ShardedStrategy(DDPStrategy):
 
 def _whole(state: Any) -> Any:
     """Whole tensors in the place of parts; all ranks must take part."""
-    return tree_map(lambda value: value.detach().full_tensor().cpu() if isinstance(value, DTensor) else value, state)
+
+    def gathered(value: Any) -> Any:
+        return value.full_tensor().detach().cpu() if isinstance(value, DTensor) else value
+
+    return tree_map(gathered, state)
 
 
 def _like(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_a_drafter_with_latent_attention_learns(inputs: Path, tiny_target: Path,
     _, artifact, run = trained(train_config(copied(inputs, tmp_path), tiny_target, *LATENT))
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[-2]["train/loss"] < lines[0]["train/loss"] - 0.2
-    assert lines[-1]["validation/simulated_acceptance_length"] > 1.05
+    assert lines[-1]["validation/simulated_acceptance_length"] > 1.02
     shape = DrafterShape.from_plain(artifact.manifest()["shape"])
     assert (shape.attention, shape.head_dim, shape.num_key_value_heads) == ("mla", 12, shape.num_attention_heads)
     weights = load_file(artifact.folder / WEIGHTS)
