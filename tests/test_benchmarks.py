@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 
@@ -41,6 +42,13 @@ def test_heldout_prompts_come_from_the_dataset(tmp_path):
     (heldout,) = prompt_sets(["heldout"], 3, tmp_path, lambda: given)
     assert [prompt.messages[-1].content for prompt in heldout.prompts] == ["0", "2", "4"]
     assert all(len(prompt.messages) == 1 for prompt in heldout.prompts)
+
+
+def test_a_dataset_that_holds_nothing_out_has_the_other_sets(tmp_path, caplog):
+    own = write_rows(tmp_path / "own.jsonl", [{"prompt": "x"}])
+    with caplog.at_level(logging.WARNING, "eagle3"):
+        assert [found.name for found in prompt_sets(["heldout", own], None, tmp_path, lambda: ())] == ["own"]
+    assert "no source of the dataset has role=heldout" in caplog.text
 
 
 def test_v3_the_digest_stands_for_the_texts_asked(tmp_path):

@@ -354,7 +354,7 @@ def test_the_pipeline_nests_the_metrics_of_its_stages(
         (stand_ins / f"{name}.py").write_text(text)
     monkeypatch.setattr(eagle3.stages, "__path__", [str(stand_ins), *eagle3.stages.__path__])
     monkeypatch.setattr(cli, "TRAINING_STAGES", ())
-    assert eagle(monkeypatch, "output_dir=o") == 0
+    assert eagle(monkeypatch, "output_dir=o", "evaluate.sets=[heldout]") == 0
     (folder,) = (here / "o" / "runs").glob("*/*")
     metrics = result(folder)["metrics"]
     assert list(metrics) == ["prepare", "extract", "train", "export", "evaluate"]

@@ -60,6 +60,7 @@ def test_a_dry_run_says_what_would_be_done_and_makes_nothing(
     monkeypatch.chdir(tmp_path)
     source = f"dataset.sources.train.path={chats(Path('train.jsonl'), 4)}"
     words = ["+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", source, "dry_run=true"]
+    words += [f"evaluate.sets=[{chats(Path('asked.jsonl'), 2)}]"]
     monkeypatch.setattr(sys, "argv", ["eagle3", *words])
     assert cli.command() == 0
     assert "extract, train, export, evaluate would follow" in capsys.readouterr().err
@@ -85,4 +86,29 @@ def test_a_drafter_that_its_server_could_not_read_is_refused_before_any_work(
     monkeypatch.setattr(sys, "argv", ["eagle3", *words])
     assert cli.command() == 2
     assert "drafter.norm_before_residual: found true, but sglang" in capsys.readouterr().err
+    assert not list(Path("outputs").rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("evaluate.sets=[heldout]", "evaluate.sets: found ['heldout'], but no source of the dataset has role=heldout"),
+        ("evaluate.sets=[nowhere.jsonl]", "evaluate.sets: found 'nowhere.jsonl', expected heldout, one of"),
+        ("evaluate.temperature=0.5", "evaluate.temperature: found 0.5, expected 0.0"),
+    ],
+)
+def test_an_evaluation_that_could_not_be_done_is_refused_before_any_work(
+    wrong: str,
+    message: str,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = f"dataset.sources.train.path={chats(Path('train.jsonl'), 4)}"
+    words = ["+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", source, wrong]
+    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
+    assert cli.command() == 2
+    assert message in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))

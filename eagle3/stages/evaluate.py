@@ -56,7 +56,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     Returns the summary over all sets, and that of each in `sets`. Raises StageFailed when the drafter changed a text
     where the target's choice was no tie; what was measured is on disk by then.
     """
-    _check(cfg)
+    check_config(cfg)
     measured, manifest = source(cfg, run.artifacts)
     target = open_target(cfg)
     training = _Training(cfg, run)
@@ -194,7 +194,8 @@ def _simulated(training: Mapping[str, Any], k: int) -> float | None:
     return training.get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
 
 
-def _check(cfg: Config) -> None:
+def check_config(cfg: Config) -> None:
+    """RequestError when the engine that decodes is absent or cannot do what `evaluate` asks."""
     if engine_name(cfg) == "vllm":
         installed_version()
     else:

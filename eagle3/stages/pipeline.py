@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from eagle3 import layers
+from eagle3 import benchmarks, layers
 from eagle3.config import Config, StageConfig
 from eagle3.engines import keep_engine
 from eagle3.runs import Run
-from eagle3.stages import export
+from eagle3.stages import evaluate, export
 from eagle3.validation import known_depth
 
 # Each stage with the function of its module that says which artifact it makes.
@@ -25,11 +25,13 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Runs the five stages; returns the metrics of each under its name.
 
     RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs,
-    or when the server that the drafter is for could not read it.
+    when the server that the drafter is for could not read it, or when the last could not ask its prompts.
     """
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
     export.check_config(cfg)
+    evaluate.check_config(cfg)
+    benchmarks.check_sets(cfg)
     metrics: dict[str, Any] = {}
     with ExitStack() as loaded:
         # The target is loaded once for its answers and its states.
