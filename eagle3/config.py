@@ -28,6 +28,12 @@ def number(default: Any, *, least: float | None = None, most: float | None = Non
     return field(default=default, metadata={"least": least, "most": most, "above": above})
 
 
+def numbers(*default: Any, least: float | None = None, below: float | None = None, count: int | None = None) -> Any:
+    """A list of numbers, each with bounds (`below` itself is not allowed); `count` is how many it must hold."""
+    metadata = {"each": {"least": least, "below": below}, "count": count}
+    return field(default_factory=lambda: list(default), metadata=metadata)
+
+
 @dataclass
 class ModelConfig:
     """The target model: where it lies, which adapter answers for its architecture, how it is loaded."""
@@ -160,7 +166,7 @@ class TrainerConfig:
     accumulate: int = number(1, least=1)
     optimizer: str = choice("adamw", "muon")
     lr: float = number(1e-4, above=0)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = numbers(0.9, 0.95, least=0, below=1, count=2)
     weight_decay: float = number(0.0, least=0)
     warmup_ratio: float = number(0.015, least=0, most=1)
     min_lr_ratio: float = number(0.0, least=0, most=1)
@@ -188,6 +194,7 @@ class LoggerConfig:
     name: str = MISSING
     mode: str = choice("auto", "offline", "online")
     project: str = "eagle3"
+    gradients: bool = False
     loggers: dict[str, Any] = field(default_factory=dict)
 
 

@@ -13,11 +13,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 from rich.console import Console, RenderableType
@@ -68,6 +68,16 @@ class _ConsoleHandler(logging.Handler):
         self.console.print(level + record.getMessage(), markup=False, highlight=False, soft_wrap=True)
 
 
+class Tracker(Protocol):
+    """An experiment tracker, as a run sees it."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Takes metrics at an optimizer step."""
+
+    def close(self, exit_code: int) -> None:
+        """Ends its own run, as failed unless `exit_code` is 0; must come back."""
+
+
 class Run:
     """One attempt at one stage.
 
@@ -84,6 +94,8 @@ class Run:
         self.console = Console(quiet=rank > 0, width=None if sys.stdout.isatty() else WIDTH)
         self.log = logging.getLogger("eagle3")
         self.status = "running"
+        # What follows the run elsewhere, opened by the stage that trains; `finish` closes them.
+        self.trackers: list[Tracker] = []
         self._terminal = Console(stderr=True, quiet=rank > 0)
         self._started = time.monotonic()
         self._lineage: dict[str, list[dict[str, str]]] = {"read": [], "wrote": []}
@@ -205,6 +217,8 @@ class Run:
             self._facts.update(finished=_now(), seconds=seconds, exit_code=exit_code)
             self._write_provenance()
             os.environ.pop(FOLDER_VARIABLE, None)
+        for tracker in self.trackers:
+            tracker.close(exit_code)
         self._stop_logging()
 
     def _note_artifact(self, direction: str, artifact: Artifact) -> Artifact:

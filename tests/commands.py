@@ -103,8 +103,10 @@ def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subp
     )
 
 
-def eagle3(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def eagle3(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
     """Runs `python -m eagle3 ARGUMENTS` in `cwd` to its end."""
     process = start(*arguments, cwd=cwd, env=env)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)

@@ -34,6 +34,9 @@ def run(cfg, run):
     with open(Path(cfg.output_dir) / "worked.txt", "a") as file:
         print(cfg.stage.name, cfg.layers.name, cfg.layers.also, file=file)
     return {{}}
+
+def check_config(cfg):
+    pass
 """
 
 

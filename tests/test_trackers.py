@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import Logger
 
+from eagle3 import trackers
 from eagle3.config import LoggerConfig
 from eagle3.errors import RequestError
-from eagle3.trackers import SafeLogger, build_trackers, wandb_mode
+from eagle3.trackers import Identity, SafeLogger, build_trackers, wandb_mode
 
 CONFIG = {"seed": 1, "layers": {"ids": [2, 15, 27]}, "drafter": {"losses": {"soft_cross_entropy": 1.0}}}
+IDENTITY = Identity("d1-0001", "layers=late")
 
 
 class Tracker(Logger):
@@ -57,9 +59,6 @@ class Tracker(Logger):
         if self.broken == "log":
             self._fail()
 
-    def log_artifact(self, path: str, name: str, type: str) -> None:
-        self.calls.append(("artifact", name, type))
-
     def finish(self, exit_code: int) -> None:
         self.calls.append(("finish", exit_code))
         if self.broken == "finish":
@@ -78,12 +77,10 @@ def test_calls_reach_the_tracker_in_order() -> None:
     tracker = SafeLogger("mine", lambda: inner)
     tracker.log_hyperparams(CONFIG)
     tracker.log_metrics({"train/loss": 2.0}, 4)
-    tracker.log_drafter(Path("drafter.safetensors"), "drafter-1")
     tracker.finalize("success")
     assert tracker.alive, "Lightning's end of a fit is not the end of the run"
     tracker.close(0)
-    expected = [("config", CONFIG), ("metrics", 4, {"train/loss": 2.0}), ("artifact", "drafter-1", "drafter")]
-    assert inner.calls == [*expected, ("finish", 0)]
+    assert inner.calls == [("config", CONFIG), ("metrics", 4, {"train/loss": 2.0}), ("finish", 0)]
     assert tracker.name == "mine"
     assert tracker.experiment is None
 
@@ -104,15 +101,34 @@ def test_w6_a_tracker_that_raises_costs_one_warning_of_its_kind(broken: str, cap
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
-def test_w6_a_tracker_that_hangs_is_waited_for_once_and_not_for_long(
+def test_w6_a_tracker_that_hangs_delays_no_training_and_its_end_not_for_long(
     broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = time.monotonic()
+    tracker = SafeLogger("mine", lambda: Tracker(broken, hang_s=5.0), close_timeout_s=0.3)
+    tracker.log_hyperparams(CONFIG)
+    for step in range(1000):
+        tracker.log_metrics({"loss": 1.0}, step)
+    assert time.monotonic() - started < 0.25
     with caplog.at_level(logging.WARNING):
-        use(SafeLogger("mine", lambda: Tracker(broken, hang_s=5.0), {"init": 0.2, "log": 0.2, "finish": 0.2}))
+        tracker.close(0)
     assert time.monotonic() - started < 3.0
     (record,) = caplog.records
     assert f"logger.loggers.mine: {broken} did not answer within" in record.getMessage()
+    assert not tracker.alive
+
+
+def test_w6_a_tracker_that_hangs_for_days_fills_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "MOST_WAITING", 10)
+    tracker = SafeLogger("mine", lambda: Tracker("init", hang_s=5.0), close_timeout_s=0.1)
+    with caplog.at_level(logging.WARNING):
+        for step in range(100):
+            tracker.log_metrics({"loss": 1.0}, step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "logger.loggers.mine: init has not answered for a long time and is left alone from here on"
+    ]
 
 
 def test_a_missing_package_is_an_outage_not_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,10 +141,11 @@ def test_a_missing_package_is_an_outage_not_the_end(caplog: pytest.LogCaptureFix
 
 def test_csv_is_written_as_it_happens_with_the_whole_config(tmp_path: Path) -> None:
     node = {"_target_": "lightning.pytorch.loggers.CSVLogger"}
-    (tracker,) = build_trackers(LoggerConfig(name="csv", loggers={"csv": node}), tmp_path, CONFIG)
+    (tracker,) = build_trackers(LoggerConfig(name="csv", loggers={"csv": node}), tmp_path, CONFIG, IDENTITY)
     tracker.log_metrics({"train/loss": 3.0}, 2)
     tracker.log_metrics({"validation/loss": 2.5}, 2)
     tracker.log_metrics({"train/loss": 2.0}, 4)
+    assert tracker.flush(30)
     rows = list(csv.DictReader((tmp_path / "csv/metrics.csv").read_text().splitlines()))
     assert [row["step"] for row in rows] == ["2", "2", "4"]
     assert rows[1]["validation/loss"] == "2.5"
@@ -139,37 +156,10 @@ def test_csv_is_written_as_it_happens_with_the_whole_config(tmp_path: Path) -> N
 def test_tensorboard_writes_below_the_run_folder(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     node = {"_target_": "lightning.pytorch.loggers.TensorBoardLogger"}
-    (tracker,) = build_trackers(LoggerConfig(name="tb", loggers={"tensorboard": node}), tmp_path, CONFIG)
+    (tracker,) = build_trackers(LoggerConfig(name="tb", loggers={"tensorboard": node}), tmp_path, CONFIG, IDENTITY)
     tracker.log_metrics({"train/loss": 3.0}, 2)
     tracker.close(0)
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
-
-
-def test_wandb_offline_holds_config_metrics_and_the_link_to_the_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """W5: the tracker's own files have the full config; W2: finished with its exit code."""
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    folder = tmp_path / "12-00-00-000001-train-tiny"
-    folder.mkdir()
-    (folder / "drafter.safetensors").write_bytes(b"weights")
-    node = {"_target_": "lightning.pytorch.loggers.WandbLogger"}
-    cfg = LoggerConfig(name="wandb", project="mine", loggers={"wandb": node})
-    (tracker,) = build_trackers(cfg, folder, CONFIG)
-    assert tracker.alive
-    assert tracker.experiment.id == folder.name
-    assert tracker.experiment.config["layers"] == {"ids": [2, 15, 27]}
-    assert tracker.experiment.config["run_folder"] == str(folder)
-    tracker.log_metrics({"train/loss": 3.0}, 7)
-    tracker.log_drafter(folder / "drafter.safetensors", "drafter-1")
-    tracker.close(1)
-    (offline,) = (folder / "wandb").glob("offline-run-*")
-    assert list(offline.glob("*.wandb"))
-    assert wandb.run is None
 
 
 def test_wandb_goes_online_only_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +180,12 @@ def test_wandb_goes_online_only_with_a_key(tmp_path: Path, monkeypatch: pytest.M
 def test_a_logger_that_cannot_be_imported_is_a_wrong_request(tmp_path: Path) -> None:
     node = {"_target_": "lightning.pytorch.loggers.NoSuchLogger"}
     with pytest.raises(RequestError, match=r"logger\.loggers\.mine\._target_"):
-        build_trackers(LoggerConfig(name="x", loggers={"mine": node}), tmp_path, CONFIG)
+        build_trackers(LoggerConfig(name="x", loggers={"mine": node}), tmp_path, CONFIG, IDENTITY)
 
 
 def test_fields_of_the_config_win_over_what_we_offer(tmp_path: Path) -> None:
     node = {"_target_": "lightning.pytorch.loggers.CSVLogger", "name": "elsewhere", "prefix": "p"}
-    (tracker,) = build_trackers(LoggerConfig(name="csv", loggers={"csv": node}), tmp_path, CONFIG)
+    (tracker,) = build_trackers(LoggerConfig(name="csv", loggers={"csv": node}), tmp_path, CONFIG, IDENTITY)
     tracker.log_metrics({"loss": 1.0}, 1)
     tracker.close(0)
     assert "p-loss" in (tmp_path / "elsewhere/metrics.csv").read_text()
@@ -206,6 +196,21 @@ def test_the_config_that_trackers_get_is_plain_json(tmp_path: Path) -> None:
     inner = Tracker()
     use(SafeLogger("mine", lambda: inner))
     json.dumps(inner.calls[0][1])
+
+
+def test_a_resumed_training_finds_its_identity_and_a_fresh_one_gets_its_own(tmp_path: Path) -> None:
+    partial, sweep = tmp_path / "d1.partial", tmp_path / "sweeps" / "5eed"
+    partial.mkdir()
+    job = sweep / "layers=late"
+    job.mkdir(parents=True)
+    (sweep / "index.json").write_text(json.dumps({job.name: ["layers=late"]}))
+    first = Identity.of(job, partial, "d1")
+    assert (first.name, first.group) == ("layers=late", "5eed")
+    assert first.id.startswith("d1-")
+    alone = tmp_path / "12-00-00-train-tiny"
+    assert Identity.of(alone, partial, "d1") == Identity(first.id, alone.name, None)
+    (partial / "tracker.json").unlink()
+    assert Identity.of(job, partial, "d1").id != first.id
 
 
 def test_a_tracker_has_one_thread_that_ends_with_it() -> None:

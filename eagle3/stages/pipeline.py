@@ -49,6 +49,8 @@ def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStac
             loaded.close()  # training needs the memory
         with run.timed(name):
             metrics[name] = stage.run(staged, run)
+        if name == "evaluate":
+            _tell_trackers(run, metrics)
         if run.rank > 0 and name == "train":
             # A helper rank was started for training only; what follows is rank 0's.
             break
@@ -56,3 +58,13 @@ def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStac
             rest = ", ".join(list(STAGES)[number:])
             run.log.info("dry run: %s would follow, from artifacts that do not exist yet", rest)
             break
+
+
+def _tell_trackers(run: Run, metrics: dict[str, Any]) -> None:
+    """What was decoded joins the curves of the training that it judges, at its last step."""
+    measured = metrics["evaluate"]
+    flat = {f"evaluate/{name}": value for name, value in measured.items() if isinstance(value, int | float)}
+    rates = enumerate(measured.get("per_position") or [], 1)
+    flat |= {f"evaluate/accepted_at/{position}": rate for position, rate in rates if rate is not None}
+    for tracker in run.trackers:
+        tracker.log_metrics({name: float(value) for name, value in flat.items()}, metrics["train"].get("steps"))

@@ -8,6 +8,7 @@ artifact's `.partial` folder, where an interrupted run finds its checkpoints aga
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from eagle3.runs import Artifact, Artifacts, Run
 from eagle3.stages import extract
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
-from eagle3.trackers import SafeLogger, build_trackers
+from eagle3.tracked import Gradients, Histogram
+from eagle3.trackers import Identity, SafeLogger, build_trackers
 from eagle3.trainer import Clock, build_trainer, check_trainer, peak_memory_bytes, quiet_lightning
 from eagle3.training import DrafterTraining
 from eagle3.vocab import VocabMap
@@ -115,7 +117,7 @@ class _Job:
     """One training run, from checked inputs to a committed artifact."""
 
     def __init__(self, cfg: Config, run: Run, target: Target, states: Artifact, artifact: Artifact) -> None:
-        self.cfg, self.run, self.target, self.artifact = cfg, run, target, artifact
+        self.cfg, self.run, self.target, self.states, self.artifact = cfg, run, target, states, artifact
         check_trainer(cfg.trainer)
         if cfg.trainer.resume_from and cfg.drafter.warm_start:
             raise RequestError(
@@ -232,20 +234,19 @@ class _Job:
         folder = run.artifacts.begin(self.artifact, resume=cfg.trainer.resume)
         start = self._start(folder / "checkpoints")
         torch.manual_seed(cfg.seed)
-        trackers = build_trackers(cfg.logger, run.folder, dataclasses.asdict(cfg)) if run.rank == 0 else []
-        exit_code = 1
-        try:
-            checkpoints, clock, module = self._fit(folder, start, trackers)
-            if run.rank > 0:
-                return {}
-            metrics = self._finish(folder, checkpoints, clock, module)
-            for tracker in trackers:
-                tracker.log_drafter(self.artifact.folder / WEIGHTS, f"drafter-{self.artifact.id}")
-            exit_code = 0
-            return metrics
-        finally:
-            for tracker in trackers:
-                tracker.close(exit_code)
+        trackers: list[SafeLogger] = []
+        if run.rank == 0:
+            identity = Identity.of(run.folder, folder, self.artifact.id)
+            trackers = build_trackers(cfg.logger, run.folder, dataclasses.asdict(cfg), identity)
+            run.trackers += trackers
+        checkpoints, clock, module = self._fit(folder, start, trackers)
+        if run.rank > 0:
+            return {}
+        metrics = self._finish(folder, checkpoints, clock, module)
+        for tracker in trackers:
+            tracker.log_positions(_positions(metrics["validation"]), metrics["steps"])
+            tracker.log_drafter(self.artifact, self.states)
+        return metrics
 
     def _start(self, folder: Path) -> Checkpoint | None:
         """The checkpoint to go on from, said in the log."""
@@ -289,6 +290,8 @@ class _Job:
         with self.run.progress(steps - self.first_step, "steps", "train") as advance:
             clock = Clock(advance)
             callbacks = [checkpoints, clock]
+            if cfg.logger.gradients and trackers:
+                callbacks.append(Gradients(partial(_log_histograms, trackers), cfg.trainer.log_every_steps))
             for name, node in cfg.trainer.callbacks.items():
                 callbacks.append(build(node, f"trainer.callbacks.{name}"))
             with quiet_lightning():
@@ -364,6 +367,16 @@ class _Job:
         chosen = "" if best is None else f", of step {best['step']} (best validation)"
         self.run.log.info("train: %s%s", self.artifact.folder, chosen)
         return metrics
+
+
+def _positions(validation: dict[str, float]) -> list[float]:
+    """The share of drafts accepted at each position among those whose earlier drafts were."""
+    return [value for name, value in validation.items() if name.startswith("accuracy_conditional/step_")]
+
+
+def _log_histograms(trackers: list[SafeLogger], histograms: dict[str, Histogram], step: int) -> None:
+    for tracker in trackers:
+        tracker.log_histograms(histograms, step)
 
 
 def _teacher_dtype(cfg: Config) -> torch.dtype:
