@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from eagle3.attention import Block, attention_blocks
-from eagle3.errors import StageFailed, StoreError
+from eagle3.errors import RequestError, StoreError
 from eagle3.plan import Plan, plan_once
 from eagle3.row_layout import RowLayout, lay_out
 from eagle3.slots import BoolArray, SlotRows, pack_rows, supervised_slots
@@ -214,7 +214,7 @@ class PackedDataModule(LightningDataModule):
     `plan` is known as soon as this exists, so that the schedule and the log can count steps before training starts.
     Samples that have no states (rejected by extraction) or no supervised slot are left out and counted in `skipped`.
 
-    Raises StageFailed when no sample of the train split has a supervised slot.
+    Raises RequestError when no sample of the train split has a supervised slot.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class PackedDataModule(LightningDataModule):
         self.skipped: dict[str, int] = {"no states": 0, "no supervised slot": 0}
         self.train_rows, self.supervised = self._usable(prepared.split_indices("train"))
         if not len(self.train_rows):
-            raise StageFailed(
+            raise RequestError(
                 f"{prepared.folder}: found no supervised slot in {sum(self.skipped.values())} training samples "
                 f"({self.skipped}), expected answers of at least two tokens; look at them with `eagle3 stage=inspect`"
             )

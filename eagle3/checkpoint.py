@@ -177,12 +177,13 @@ class Target:
 def open_target(cfg: Config) -> Target:
     """Finds and checks the target of `cfg.model`; no weight is read but the three that a drafter needs, by header.
 
-    Raises RequestError for a path that is no model, an architecture that the adapter does not know, missing or
-    truncated shards, and sizes that contradict the config.
+    A hub model is fetched, but not for a dry run or an estimate. Raises RequestError for a path that is no model, an
+    architecture that the adapter does not know, missing or truncated shards, and sizes that contradict the config.
     """
     model = cfg.model
     adapter = _adapter(model)
-    folder = _folder(model.path, cfg.cache_dir, "model.path", weights=True, revision=model.revision)
+    asked = "dry_run=true" if cfg.dry_run else "stage=estimate" if cfg.stage.name == "estimate" else None
+    folder = _folder(model.path, cfg.cache_dir, "model.path", weights=True, revision=model.revision, offline_for=asked)
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise RequestError(
@@ -222,8 +223,16 @@ def _adapter(model: ModelConfig) -> Adapter:
     return adapter
 
 
-def _folder(path: str, cache_dir: str | None, where: str, *, weights: bool, revision: str | None = None) -> Path:
-    """The local folder behind a path, an `asset:` name or a hub id."""
+def _folder(
+    path: str,
+    cache_dir: str | None,
+    where: str,
+    *,
+    weights: bool,
+    revision: str | None = None,
+    offline_for: str | None = None,
+) -> Path:
+    """The local folder behind a path, an `asset:` name or a hub id; `offline_for` is what must not download."""
     if path.startswith("asset:"):
         from eagle3.assets import asset_path, cache_folder
 
@@ -240,8 +249,17 @@ def _folder(path: str, cache_dir: str | None, where: str, *, weights: bool, revi
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"] + (["*.safetensors"] if weights else [])
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                path, revision=revision, allow_patterns=patterns, local_files_only=offline_for is not None
+            )
+        )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if offline_for is not None:
+            raise RequestError(
+                f"{where}: {path} is no local folder and not in the hub cache; {offline_for} downloads no weights, on "
+                f"which ids of artifacts depend; run `hf download {path}` first, if that is its hub id"
+            ) from error
         raise RequestError(
             f"{where}: {path} is neither a local folder nor a hub model that could be fetched "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}); "

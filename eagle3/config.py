@@ -28,12 +28,6 @@ def number(default: Any, *, least: float | None = None, most: float | None = Non
     return field(default=default, metadata={"least": least, "most": most, "above": above})
 
 
-def numbers(*default: Any, least: float | None = None, below: float | None = None, count: int | None = None) -> Any:
-    """A list of numbers, each with bounds (`below` itself is not allowed); `count` is how many it must hold."""
-    metadata = {"each": {"least": least, "below": below}, "count": count}
-    return field(default_factory=lambda: list(default), metadata=metadata)
-
-
 @dataclass
 class ModelConfig:
     """The target model: where it lies, which adapter answers for its architecture, how it is loaded."""
@@ -166,7 +160,9 @@ class TrainerConfig:
     accumulate: int = number(1, least=1)
     optimizer: str = choice("adamw", "muon")
     lr: float = number(1e-4, above=0)
-    betas: list[float] = numbers(0.9, 0.95, least=0, below=1, count=2)
+    betas: list[float] = field(
+        default_factory=lambda: [0.9, 0.95], metadata={"count": 2, "each": {"least": 0, "below": 1}}
+    )
     weight_decay: float = number(0.0, least=0)
     warmup_ratio: float = number(0.015, least=0, most=1)
     min_lr_ratio: float = number(0.0, least=0, most=1)

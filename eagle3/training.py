@@ -142,7 +142,9 @@ class DrafterTraining(LightningModule):
 
     def _plain_loss(self, batch: PackedBatch, weights: Tensor) -> UnrollLoss:
         drafter = self.drafter
-        remember = self.target_ids is not None and self.device.type == "cpu"
+        # A checkpoint holds one rank's memory, and without its own another rank would go on with other roundings.
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        remember = self.target_ids is not None and self.device.type == "cpu" and alone
         outside = self.oov_memory.recall(batch) if remember else None
         teacher = self.teacher if outside is None else self._draft_teacher
         hidden = drafter.unroll(batch.input_ids, batch.hidden_states, batch.position_ids, batch.slots, batch.blocks)

@@ -167,18 +167,24 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
     if choices is not None and found not in choices:
         close = difflib.get_close_matches(str(found), choices, n=1) or choices[:1]
         return f"{path}: found {found!r}, expected {' or '.join(choices)}; try {path}={close[0]}"
-    least, most, above = rules.get("least"), rules.get("most"), rules.get("above")
-    if all(limit is None for limit in (least, most, above)):
+    if "each" in rules:
+        count, faults = rules["count"], (_fault(item, f"{path}[{i}]", rules["each"]) for i, item in enumerate(found))
+        if count is not None and len(found) != count:
+            return f"{path}: found {found}, expected {count} numbers; leave it out for the default"
+        return next((fault for fault in faults if fault), None)
+    least, most, above, below = (rules.get(name) for name in ("least", "most", "above", "below"))
+    if all(limit is None for limit in (least, most, above, below)):
         return None
     fits = (
         found == found  # NaN fits nowhere
         and (least is None or found >= least)
         and (most is None or found <= most)
         and (above is None or found > above)
+        and (below is None or found < below)
     )
     if fits:
         return None
-    bounds = [("of at least", least), ("above", above), ("of at most", most)]
+    bounds = [("of at least", least), ("above", above), ("of at most", most), ("below", below)]
     expected = " and ".join(f"{word} {limit:g}" for word, limit in bounds if limit is not None)
     return f"{path}: found {found}, expected a number {expected}; leave it out for the default"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from eagle3.batches import PackedDataModule, pack
-from eagle3.errors import StageFailed, StoreError
+from eagle3.errors import RequestError, StoreError
 from eagle3.prepared import PreparedWriter
 from eagle3.shards import Layout, ShardWriter, shards_at
 from eagle3.store import StatesStore
@@ -122,7 +122,7 @@ def test_what_cannot_be_trained_on_is_counted(tmp_path: Path) -> None:
 def test_t3_no_supervised_slot_at_all_is_refused_before_training(tmp_path: Path) -> None:
     samples = [dataclasses.replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in random_samples([9, 12])]
     prepared = write_prepared(tmp_path / "prepared", samples)
-    with pytest.raises(StageFailed, match=r"found no supervised slot in 2 training samples.*eagle3 stage=inspect"):
+    with pytest.raises(RequestError, match=r"found no supervised slot in 2 training samples.*eagle3 stage=inspect"):
         PackedDataModule(prepared, write_store(tmp_path / "states", samples), (1,), None, 2, "exact", 100, 1)
 
 

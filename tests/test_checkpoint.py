@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3.checkpoint import Target, open_target
-from eagle3.config import ModelConfig
+from eagle3.config import ModelConfig, StageConfig
 from eagle3.engines.taps import StateTaps
 from eagle3.errors import RequestError
 from tests.conftest import CHAT_TEMPLATE, target_config, write_target
@@ -232,3 +232,13 @@ def test_quantization_is_what_the_config_says(copied: Path):
     assert found["quant_method"] == "fp8"
     assert opened(copied, quantization="int4").quantization == "int4"
     assert ModelConfig().quantization is None
+
+
+@pytest.mark.parametrize("asked", ["dry_run=true", "stage=estimate"])
+def test_what_only_foretells_downloads_no_weights(asked: str, tiny_target: Path) -> None:
+    cfg = target_config(tiny_target)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path="someone/nothing-of-that-name"))
+    stage = StageConfig("estimate" if asked == "stage=estimate" else "extract")
+    cfg = dataclasses.replace(cfg, stage=stage, dry_run=asked == "dry_run=true")
+    with pytest.raises(RequestError, match=f"{asked} downloads no weights.*run `hf download someone/nothing"):
+        open_target(cfg)

@@ -88,6 +88,8 @@ def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
         ({"drafter__draft_vocab_size": -1}, ("drafter.draft_vocab_size", "found -1")),
         ({"trainer__lr": float("nan")}, ("trainer.lr", "nan", "above 0")),
         ({"trainer__lr": 0.0}, ("trainer.lr", "above 0")),
+        ({"trainer__betas": [0.9]}, ("trainer.betas", "found [0.9]", "2 numbers")),
+        ({"trainer__betas": [0.9, 1.0]}, ("trainer.betas[1]", "found 1.0", "of at least 0 and below 1")),
         ({"store__max_failed_fraction": 1.5}, ("store.max_failed_fraction", "at most 1")),
         ({"dataset__sources": {"a": {"path": "x", "limit": 0}}}, ("dataset.sources.a.limit", "found 0")),
         ({"hardware__devices": 0}, ("hardware.devices", "at least 1")),

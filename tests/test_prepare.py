@@ -210,19 +210,19 @@ def test_the_artifact_follows_content_and_settings(make: Configure, tmp_path: Pa
 
 def test_all_dropped_is_a_failure_with_reasons(make: Configure) -> None:
     """D17, T3: nothing to learn is no success."""
-    with pytest.raises(StageFailed) as caught:
+    with pytest.raises(RequestError) as caught:
         run_stage("prepare", make([chat("only a question"), {"messages": []}]))
     words = str(caught.value)
     assert "no conversation is left of 2 rows: " in words
     assert "1 x no assistant turn" in words
     assert "try dataset.answers=regenerate" in words
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
 
 
 def test_masks_that_would_all_be_zero_stop_the_stage(make: Configure) -> None:
     """T3."""
     rows = [chat("word " * 300, "answer") for _ in range(3)]
-    with pytest.raises(StageFailed, match=r"1 x no supervised token within dataset.max_length"):
+    with pytest.raises(RequestError, match=r"1 x no supervised token within dataset.max_length"):
         run_stage("prepare", make(rows))
 
 

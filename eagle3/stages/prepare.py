@@ -73,7 +73,7 @@ def _prepared(cfg: Config, artifacts: Artifacts, target: Target) -> Artifact:
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Makes the prepared set, or finds it. Returns what its report counts, and the draft vocabulary's coverage.
 
-    Raises RequestError for what is wrong with the request, StageFailed when no conversation is left.
+    Raises RequestError for what is wrong with the request, and when no conversation is left.
     """
     target = open_target(cfg)
     given = cfg.inputs.prepared
@@ -156,7 +156,7 @@ class _Preparation:
         self.stop_ids = sorted({*stop_ids(template.tokenizer, target.adapter), *target.shape.eos_token_ids})
 
     def make(self, special: Sequence[int]) -> dict[str, Any]:
-        """Writes the artifact's files; returns its manifest. StageFailed when no conversation is left."""
+        """Writes the artifact's files; returns its manifest. RequestError when no conversation is left."""
         heldout = list(self._read("heldout"))
         conversations = list(self._for_training(heldout))
         produce = self._regenerated if self.data.answers == "regenerate" else self._given
@@ -165,7 +165,7 @@ class _Preparation:
                 for conversation, samples in produce(conversations, stack):
                     self._write(writer, conversation, samples)
             if not writer.lengths:
-                raise StageFailed(nothing_left(self.counts, self.data.answers))
+                raise RequestError(nothing_left(self.counts, self.data.answers))
             wanted = min(self.data.validation_samples, len(writer.lengths) // 5)
             if wanted < self.data.validation_samples:
                 self.run.log.warning(
