@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from eagle3.benchmarks import prompt_sets, token_prompts
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.decoding import DrafterChain, Recording, decode, place
-from eagle3.drafter import Eagle3Drafter
 from eagle3.engines import Prompt
 from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_serving import Served, ServedTarget
@@ -60,18 +60,10 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         raise RequestError("evaluate.sets: no prompt leaves room for its answer; try evaluate.max_new_tokens=64")
 
     run.read(exported)
-    drafter = import_drafter(exported.folder, target.embedding(), target.shape.num_layers, cfg.layers.ids)
-    stops = stop_ids(target.tokenizer(), target.adapter)
-    longest = max(len(prompt.input_ids) for prompt in prompts) + cfg.evaluate.max_new_tokens
-    log_file = run.folder / "engine.log"
-    with ServedTarget(cfg, target, log_file, longest=longest, drafter=exported.folder, k=k) as server:
-        dtype, version = server.dtype, server.version
-        answers = {
-            prompt.key: server.decode([prompt], batch_size=1, temperature=0.0, seed=cfg.seed, stop_ids=stops)
-            for prompt in prompts
-        }
-    plain, differences, states = _plain(cfg, run, target, drafter, prompts, answers, stops, longest, dtype)
-    checked = _checked(cfg, drafter, prompts, answers, plain, differences, states, stops, dtype)
+    check = _Check(cfg, run, target, exported.folder, prompts)
+    check.serve()
+    check.capture()
+    checked, dtype, version = check.walked(), check.dtype, check.version
 
     forecast = manifest.get("training", {}).get("validation", {}).get(f"simulated_acceptance_length/k_{k}")
     summaries = {
@@ -108,77 +100,76 @@ def _asked(cfg: Config, run: Run, target: Target) -> dict[str, list[Prompt]]:
     return found
 
 
-def _plain(
-    cfg: Config,
-    run: Run,
-    target: Target,
-    drafter: Eagle3Drafter,
-    prompts: Sequence[Prompt],
-    answers: Mapping[str, Served],
-    stops: Sequence[int],
-    longest: int,
-    dtype: str,
-) -> tuple[dict[str, list[int]], dict[str, Difference | None], dict[str, Recording]]:
-    """By key: the text without drafts (new ids), how the served one differs, and what our decoder walks on."""
-    k, ids = cfg.evaluate.k, drafter.shape.layer_ids
-    # The engine that captures: room for the texts and for the tokens after them that a last round may draft.
-    lengths = dataclasses.replace(cfg.dataset, max_length=longest, max_new_tokens=k)
-    roomy = dataclasses.replace(cfg, dataset=lengths)
-    recordings: dict[str, Recording] = {}
-    with VllmEngine(roomy, target, log_file=run.folder / "engine.log") as engine:
-        run.note(engine=dataclasses.asdict(engine.info()), adapter=target.adapter.name)
-        found = engine.generate(prompts, temperature=0.0, seed=cfg.seed, stop_ids=stops)
-        plain = {text.key: text.token_ids for text in found}
-        differences = {
-            prompt.key: find_served_difference(
-                engine, prompt.input_ids, plain[prompt.key], answers[prompt.key].texts[prompt.key].token_ids, dtype
+class _Check:
+    """The three looks at the same prompts: served with drafts, plainly with states, and walked by our decoder."""
+
+    def __init__(self, cfg: Config, run: Run, target: Target, folder: Path, prompts: Sequence[Prompt]) -> None:
+        self.cfg, self.run, self.target, self.folder, self.prompts = cfg, run, target, folder, prompts
+        self.drafter = import_drafter(folder, target.embedding(), target.shape.num_layers, cfg.layers.ids)
+        self.stops = stop_ids(target.tokenizer(), target.adapter)
+        self.longest = max(len(prompt.input_ids) for prompt in prompts) + cfg.evaluate.max_new_tokens
+        self.log_file = run.folder / "engine.log"
+        # By key: the server's text and rounds, the plain text, how they differ, what our decoder walks on.
+        self.served: dict[str, Served] = {}
+        self.plain: dict[str, list[int]] = {}
+        self.differences: dict[str, Difference | None] = {}
+        self.recordings: dict[str, Recording] = {}
+        self.dtype = self.version = ""
+
+    def serve(self) -> None:
+        """One prompt at a time, so that the counters tell the rounds of each."""
+        k = self.cfg.evaluate.k
+        with ServedTarget(
+            self.cfg, self.target, self.log_file, longest=self.longest, drafter=self.folder, k=k
+        ) as server:
+            self.dtype, self.version = server.dtype, server.version
+            for prompt in self.prompts:
+                self.served[prompt.key] = server.decode(
+                    [prompt], batch_size=1, temperature=0.0, seed=self.cfg.seed, stop_ids=self.stops
+                )
+
+    def capture(self) -> None:
+        """The texts without drafts, and the states along them and along the tokens that a last round may draft."""
+        k, ids = self.cfg.evaluate.k, self.drafter.shape.layer_ids
+        lengths = dataclasses.replace(self.cfg.dataset, max_length=self.longest, max_new_tokens=k)
+        with VllmEngine(dataclasses.replace(self.cfg, dataset=lengths), self.target, log_file=self.log_file) as engine:
+            self.run.note(engine=dataclasses.asdict(engine.info()), adapter=self.target.adapter.name)
+            found = engine.generate(self.prompts, temperature=0.0, seed=self.cfg.seed, stop_ids=self.stops)
+            self.plain = {text.key: text.token_ids for text in found}
+            for prompt in self.prompts:
+                texts = (self.plain[prompt.key], self.served[prompt.key].texts[prompt.key].token_ids)
+                self.differences[prompt.key] = find_served_difference(engine, prompt.input_ids, *texts, self.dtype)
+            more = [Prompt(prompt.key, [*prompt.input_ids, *self.plain[prompt.key]], k) for prompt in self.prompts]
+            after = {text.key: text.token_ids for text in engine.generate(more, temperature=0.0, seed=0, stop_ids=())}
+            texts = {prompt.key: [*prompt.input_ids, *after[prompt.key]] for prompt in more}
+            for captured in engine.capture([_sample(key, text) for key, text in texts.items()], ids):
+                rows = torch.cat([captured.states[i] for i in ids], dim=-1)
+                self.recordings[captured.sample_id] = Recording(texts[captured.sample_id], rows[:-1])
+
+    def walked(self) -> dict[str, CheckedPrompt]:
+        """Our decoder along every plain text, in the server's dtype and on its device, which is free again."""
+        device = torch.device("cuda" if self.cfg.hardware.accelerator == "gpu" else "cpu")
+        chain = DrafterChain(place(self.drafter, device, getattr(torch, self.dtype)))
+        checked: dict[str, CheckedPrompt] = {}
+        for prompt in self.prompts:
+            key = prompt.key
+            ours = decode(
+                self.recordings[key].to(device),
+                prompt.input_ids,
+                max_new_tokens=prompt.max_new_tokens,
+                stop_ids=self.stops,
+                proposer=chain,
+                k=self.cfg.evaluate.k,
             )
-            for prompt in prompts
-        }
-        more = [Prompt(prompt.key, [*prompt.input_ids, *plain[prompt.key]], k) for prompt in prompts]
-        after = {text.key: text.token_ids for text in engine.generate(more, temperature=0.0, seed=0, stop_ids=())}
-        texts = {prompt.key: [*prompt.input_ids, *after[prompt.key]] for prompt in more}
-        samples = [_sample(key, text) for key, text in texts.items()]
-        for captured in engine.capture(samples, ids):
-            rows = torch.cat([captured.states[i] for i in ids], dim=-1)
-            recordings[captured.sample_id] = Recording(texts[captured.sample_id], rows[:-1])
-    return plain, differences, recordings
+            counted = self.served[key].acceptance
+            assert counted is not None
+            tokens = len(prompt.input_ids)
+            checked[key] = CheckedPrompt(key, tokens, self.plain[key], self.differences[key], counted, ours.acceptance)
+        return checked
 
 
 def _sample(key: str, text: Sequence[int]) -> Sample:
     return Sample(key, np.asarray(text, dtype=np.int32), np.ones(len(text), dtype=bool), "validation", key)
-
-
-def _checked(
-    cfg: Config,
-    drafter: Eagle3Drafter,
-    prompts: Sequence[Prompt],
-    answers: Mapping[str, Served],
-    plain: Mapping[str, list[int]],
-    differences: Mapping[str, Difference | None],
-    recordings: Mapping[str, Recording],
-    stops: Sequence[int],
-    dtype: str,
-) -> dict[str, CheckedPrompt]:
-    """Walks every recorded text with our decoder, in the server's dtype and on its device, which is free again."""
-    device = torch.device("cuda" if cfg.hardware.accelerator == "gpu" else "cpu")
-    chain = DrafterChain(place(drafter, device, getattr(torch, dtype)))
-    checked: dict[str, CheckedPrompt] = {}
-    for prompt in prompts:
-        key, new = prompt.key, prompt.max_new_tokens
-        walked = decode(
-            recordings[key].to(device),
-            prompt.input_ids,
-            max_new_tokens=new,
-            stop_ids=stops,
-            proposer=chain,
-            k=cfg.evaluate.k,
-        )
-        counted = answers[key].acceptance
-        assert counted is not None
-        ids = len(prompt.input_ids)
-        checked[key] = CheckedPrompt(key, ids, plain[key], differences[key], counted, walked.acceptance)
-    return checked
 
 
 def _judge(run: Run, checked: Sequence[CheckedPrompt], summary: Mapping[str, Any]) -> None:
