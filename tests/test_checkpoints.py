@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,8 @@ from eagle3.drafter import WEIGHTS
 from eagle3.errors import RequestError, StoreError
 from eagle3.runs import Artifact, Artifacts
 from eagle3.stages import train
-from tests.trained import Killed, copied, make_inputs, recorded, train_config, trained
+from tests.commands import eagle3
+from tests.trained import Killed, copied, make_inputs, recorded, train_config, train_words, trained
 
 KINDS = {
     "plain": (),
@@ -341,3 +343,30 @@ def test_t16_a_leftover_is_used_or_dropped_as_configured_and_it_is_said(
     _, artifact, _ = trained(cfg)
     assert "starting afresh; 2 checkpoints of an earlier run, up to step 6, go" in caplog.text
     assert_equal_artifacts(artifact, undisturbed["plain"])
+
+
+@pytest.mark.slow
+def test_t13_sharded_training_resumes(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """Two ranks that each hold half of weights and moments; their checkpoints hold the whole."""
+    sharded = ("hardware.devices=2", "hardware.training_strategy=fsdp2")
+
+    def train_in(name: str, *overrides: str) -> tuple[Path, int]:
+        folder = tmp_path / name
+        if not folder.exists():
+            copied(inputs, folder)
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        command = eagle3(*train_words(folder, tiny_target, *sharded, *overrides), "stage=train", cwd=folder, env=env)
+        return folder / "outputs/artifacts/drafter", command.returncode
+
+    whole, code = train_in("whole")
+    assert code == 0
+    killed, code = train_in("killed", killing(7))
+    assert code != 0
+    (wanted,) = (path for path in whole.iterdir() if path.is_dir())
+    (partial,) = killed.glob("*.partial")
+    assert [checkpoint.step for checkpoint in complete_checkpoints(partial / "checkpoints")] == [3, 6]
+    partial.rename(killed / f"{wanted.name}.partial")
+    assert train_in("killed")[1] == 0
+    assert_equal_artifacts(
+        Artifact("drafter", wanted.name, killed / wanted.name), Artifact("drafter", wanted.name, wanted)
+    )
