@@ -118,7 +118,7 @@ class Watch:
         self._rows: list[dict[str, Any]] = []
         self._state: Any = None
         self._last_line = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Watch:
         self._rows = write(self.folder, self.index)
