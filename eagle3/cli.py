@@ -7,6 +7,7 @@ and lists; the stage runs after Hydra has returned, so that errors, folders and 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import os
@@ -127,10 +128,10 @@ def execute(composed: Composed) -> int:
     try:
         check_nodes(cfg if cfg.stage.name in TRAINING_STAGES else {"model": cfg.model})
         metrics = importlib.import_module(f"eagle3.stages.{cfg.stage.name}").run(cfg, run)
+        run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
+        run.finish("done", 0, metrics)
     except BaseException as error:
         return _failed(run, error)
-    run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
-    run.finish("done", 0, metrics)
     return 0
 
 
@@ -155,9 +156,14 @@ def _failed(run: Run, error: BaseException) -> int:
     else:
         status, code = "failed", 1
         message = f"{run.cfg.stage.name} failed: {' <- '.join(_causes(error))}"
-    run.file_only(message, error)
-    run.finish(status, code, error=message)
+        if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in _chain(error)):
+            message += "; the disk is full: make room and run the same command again, what is complete is kept"
     where = "" if code == 2 else f"\nfull traceback in {_short(run.log_file)}"
+    try:
+        run.file_only(message, error)
+        run.finish(status, code, error=message)
+    except OSError as lost:
+        where = f"\nthe run folder {_short(run.folder)} could not be written either ({lost.strerror or lost})"
     return _refuse(message + where, code)
 
 

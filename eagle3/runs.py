@@ -68,6 +68,14 @@ class _ConsoleHandler(logging.Handler):
         self.console.print(level + record.getMessage(), markup=False, highlight=False, soft_wrap=True)
 
 
+class _FileHandler(logging.FileHandler):
+    """Log lines into run.log; one that finds the disk full is lost without a traceback on the terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class Tracker(Protocol):
     """An experiment tracker, as a run sees it."""
 
@@ -253,7 +261,7 @@ class Run:
     def _start_logging(self) -> None:
         """The terminal shows eagle3's own lines; run.log also has its details and what other libraries say."""
         self._screen = _ConsoleHandler(self._terminal)
-        self._file = logging.FileHandler(self._log_file, encoding="utf-8")
+        self._file = _FileHandler(self._log_file, encoding="utf-8")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         self._root_level = root.level

@@ -43,6 +43,12 @@ STAGES = {
             except KeyboardInterrupt:
                 sys.exit(1)
         """,
+    "full": """
+        import errno, os
+
+        def run(cfg, run):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        """,
     "leaves": """
         import sys
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ import pytest
 import yaml
 
 import eagle3.stages
-from eagle3 import cli
+from eagle3 import cli, runs
+from eagle3.artifacts import write_json
 from tests.commands import eagle3 as command
 from tests.commands import start, write_stages
 
@@ -256,6 +258,23 @@ def test_a_signal_leaves_a_result(
     assert "Traceback" not in err
     found = result(only_run(here))
     assert (found["status"], found["exit_code"]) == ("interrupted", 1)
+
+
+@pytest.mark.parametrize("also", [(), ("result.json",)])
+def test_a_full_disk_is_said_though_the_run_folder_cannot_say_it(
+    also: tuple[str, ...], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: Path, value: object) -> None:
+        if path.name in also:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_json(path, value)
+
+    monkeypatch.setattr(runs, "write_json", write)
+    assert eagle(monkeypatch, "stage.name=full") == 1
+    err = capsys.readouterr().err
+    assert "full failed: OSError: [Errno 28] No space left on device; the disk is full: make room" in err
+    assert ("could not be written either (No space left on device)" in err) == bool(also)
+    assert "Traceback" not in err
 
 
 def test_a_stage_that_leaves_by_itself_has_failed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
