@@ -147,11 +147,13 @@ class Artifacts:
             return dataclasses.replace(artifact, id=manifest.get("id", artifact.id))
         if artifact.partial.exists():
             raise RequestError(
-                f"{where}: {artifact.partial} is half-written, expected a complete artifact; run `{make}` to finish it"
+                f"{where}: {artifact.partial} is half-written, expected a complete artifact; run `{make}` with the "
+                "same settings to finish it"
             )
         found = "a folder without a manifest" if artifact.folder.exists() else "nothing"
         raise RequestError(
-            f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact; run `{make}`"
+            f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact; run `{make}` "
+            "with the same settings"
         )
 
     def _given(self, kind: str, given: str) -> Artifact:

@@ -131,7 +131,7 @@ def test_resolve_names_the_command_that_makes_what_is_missing(artifacts: Artifac
     with pytest.raises(RequestError, match=r"prepared: found nothing at .*; run `eagle3 stage=prepare`"):
         artifacts.resolve("prepared", None, absent, "eagle3 stage=prepare")
     artifacts.begin(absent)
-    with pytest.raises(RequestError, match=r"is half-written.*; run `eagle3 stage=prepare` to finish it"):
+    with pytest.raises(RequestError, match=r"is half-written.*; run `eagle3 stage=prepare` with the same settings to"):
         artifacts.resolve("prepared", None, absent, "eagle3 stage=prepare")
     with pytest.raises(RequestError, match=r"inputs\.prepared=1234: found nothing"):
         artifacts.resolve("prepared", "1234", absent, "eagle3 stage=prepare")
