@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from eagle3.engines import CapturedStates, Engine
 from eagle3.errors import RequestError, StageFailed, StoreError
+from eagle3.progress import Advance, size_text
 from eagle3.shard_index import INDEX_NAME, ShardIndex, complete_index, index_bytes
 from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file
 from eagle3.streaming import ShardEngine, check_first, stream
 
 if TYPE_CHECKING:
-    from eagle3.progress import Advance
     from eagle3.tokens import Sample
 
 log = logging.getLogger("eagle3")
@@ -107,8 +107,8 @@ class Capture:
         free, needed = shutil.disk_usage(existing).free, int(self.size_bytes(missing) * (1 + margin))
         if needed > free:
             raise RequestError(
-                f"{self.folder}: extraction will write {needed / 1e9:.2f} GB (margin included), but only "
-                f"{free / 1e9:.2f} GB are free; make room, choose another output_dir, or store fewer layers or samples"
+                f"{self.folder}: extraction will write {size_text(needed)} (margin included), but only "
+                f"{size_text(free)} are free; make room, choose another output_dir, or store fewer layers or samples"
             )
 
     def run(

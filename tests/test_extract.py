@@ -197,7 +197,7 @@ def test_the_disk_is_too_small(cfg: Config, monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
     monkeypatch.setattr(rehearse, "open_rehearsed", None)
-    with pytest.raises(RequestError, match=r"extraction will write .*GB are free"):
+    with pytest.raises(RequestError, match=r"extraction will write .*B are free"):
         run_stage("extract", cfg)
 
 
