@@ -141,10 +141,15 @@ def test_closing_ends_all_that_the_engine_started(tmp_path: Path) -> None:
     assert gone
 
 
-def test_the_engine_ends_when_we_are_gone(tmp_path: Path) -> None:
-    """A killed eagle3 leaves no engine on the GPU."""
-    process = start(tmp_path, "pass")
-    process.wait_ready(ignore)
+@pytest.mark.parametrize("load", ["pass", "print('loading', flush=True); time.sleep(600)"])
+def test_the_engine_ends_when_we_are_gone(tmp_path: Path, load: str) -> None:
+    """A killed eagle3 leaves no engine on the GPU, nor one that loads for many minutes yet."""
+    process = start(tmp_path, load)
+    if load == "pass":
+        process.wait_ready(ignore)
+    else:
+        while "loading" not in process.log_text():
+            time.sleep(0.1)
     host = psutil.Process(process._process.pid)
     process._connection.close()
     host.wait(timeout=10)

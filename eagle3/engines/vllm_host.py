@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ GRACE_SECONDS = 5.0
 def main() -> int:
     """Serves the socket whose descriptor the command line gives; returns the exit code."""
     connection = Connection(int(sys.argv[1]))
+    threading.Thread(target=end_with_other_side, args=(connection.fileno(),), daemon=True).start()
     try:
         arguments = connection.recv()
         vllm: Any = importlib.import_module("vllm")
@@ -49,6 +51,14 @@ def main() -> int:
         connection.send(("failed", f"{type(error).__name__}: {str(error) or 'no message'}"))
         return 1
     return 0
+
+
+def end_with_other_side(descriptor: int) -> None:
+    """Ends the process group when the other side is gone, also in the middle of a long load."""
+    gone = select.poll()
+    gone.register(descriptor, select.POLLRDHUP)
+    gone.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def report_death(connection: Connection) -> None:
