@@ -21,6 +21,7 @@ from eagle3.drafter import WEIGHTS, DrafterShape
 from eagle3.errors import RequestError
 from eagle3.runs import Artifact, Artifacts
 from eagle3.stages import train
+from eagle3.trackers import IDENTITY
 from tests.commands import eagle3
 from tests.conftest import write_target
 from tests.stages import run_stage
@@ -78,7 +79,8 @@ def test_artifact_says_what_the_drafter_is(done: tuple[Config, Any, Artifact, An
     assert weights["d2t"].dtype == torch.int64
     assert int(weights["t2d"].sum()) == 300
     assert not any(name.startswith("embed") for name in weights)
-    assert sorted(path.name for path in artifact.folder.iterdir()) == ["checkpoints", WEIGHTS, "manifest.json"]
+    expected = ["checkpoints", WEIGHTS, "manifest.json", IDENTITY]
+    assert sorted(path.name for path in artifact.folder.iterdir()) == expected
     assert cfg.drafter.draft_vocab_size == 300
 
 
