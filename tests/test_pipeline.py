@@ -54,6 +54,19 @@ def test_smoke_runs_every_stage_once(tiny_target: Path, tmp_path: Path, monkeypa
     assert again["train"] == result["metrics"]["train"]
 
 
+def test_without_sets_nothing_is_evaluated(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *("+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", "evaluate.sets=[]"),
+        f"dataset.sources.train.path={chats(Path('train.jsonl'), 12)}",
+    ]
+    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
+    assert cli.command() == 0
+    (folder,) = Path("outputs/runs").glob("*/*")
+    assert tuple(json.loads((folder / "result.json").read_text())["metrics"]) == STAGES[:-1]
+    assert "5/5 evaluate left out: evaluate.sets is empty" in (folder / "run.log").read_text()
+
+
 def test_a_dry_run_says_what_would_be_done_and_makes_nothing(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ STAGES = {"prepare": "prepared", "extract": "states", "train": "drafter", "expor
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
-    """Runs the five stages; returns the metrics of each under its name.
+    """Runs the five stages, the last only for some `evaluate.sets`; returns the metrics of each under its name.
 
     RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs,
     when the server that the drafter is for could not read it, or when the last could not ask its prompts.
@@ -30,8 +30,9 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
     export.check_config(cfg)
-    evaluate.check_config(cfg)
-    benchmarks.check_sets(cfg)
+    if cfg.evaluate.sets:
+        evaluate.check_config(cfg)
+        benchmarks.check_sets(cfg)
     metrics: dict[str, Any] = {}
     with ExitStack() as loaded:
         # The target is loaded once for its answers and its states.
@@ -42,6 +43,9 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
 def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStack) -> None:
     for number, (name, lineage) in enumerate(STAGES.items(), 1):
+        if name == "evaluate" and not cfg.evaluate.sets:
+            run.log.info("%d/%d %s left out: evaluate.sets is empty", number, len(STAGES), name)
+            break
         stage = importlib.import_module(f"eagle3.stages.{name}")
         run.log.info("%d/%d %s", number, len(STAGES), name)
         staged = replace(cfg, stage=StageConfig(name=name))

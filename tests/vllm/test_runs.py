@@ -246,6 +246,7 @@ def test_one_load_serves_a_pipelines_answers_and_states(folder: Path, tmp_path: 
         capture_output=True, text=True, timeout=800, check=False, env={**os.environ},
     )  # fmt: skip
     output = run.stdout + run.stderr
+    assert run.returncode == 0, output
     assert output.count("loaded in") == 2, output
     assert "rehearsal of LlamaForCausalLM: passed" in output
     shares = r"\(model \d+%, copy \d+%, wait \d+%, write \d+% of the time, [\d.]+ of the rehearsal's forecast\)"
