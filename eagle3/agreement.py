@@ -16,8 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eagle3.decoding import Acceptance
-from eagle3.errors import StageFailed
-from eagle3.evaluation import Difference
+from eagle3.evaluation import Difference, first_difference
 
 # Up to which difference in log probability two forwards of differently shaped batches may choose another token.
 TIE_MARGIN = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
@@ -39,15 +38,9 @@ def find_served_difference(
     judge: Judge, prompt_ids: Sequence[int], plain: Sequence[int], served: Sequence[int], dtype: str
 ) -> Difference | None:
     """None when the server wrote the same ids with drafts and without; else the first difference and its margin."""
-    if list(plain) == list(served):
-        return None
-    pairs = enumerate(zip(plain, served, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), None)
+    position = first_difference(plain, served, "vllm: a text")
     if position is None:
-        raise StageFailed(
-            f"vllm: a text ended after {len(served)} tokens with the drafter, {len(plain)} without, and the ids before "
-            "are equal; expected the same end. Please report this"
-        )
+        return None
     before = [*prompt_ids, *plain[:position]]
     margin = max(judge.margin(before, token) for token in (plain[position], served[position]))
     return Difference(position, plain[position], served[position], margin, TIE_MARGIN[dtype])

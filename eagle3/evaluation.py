@@ -65,19 +65,28 @@ class Difference:
         )
 
 
+def first_difference(plain: Sequence[int], drafted: Sequence[int], what: str) -> int | None:
+    """The first position at which two texts differ, None when they are equal; StageFailed, about `what`, when one only
+    ends earlier."""
+    if list(plain) == list(drafted):
+        return None
+    pairs = enumerate(zip(plain, drafted, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), None)
+    if position is None:
+        raise StageFailed(
+            f"{what} ended after {len(drafted)} tokens with the drafter, {len(plain)} without, and the ids before are "
+            "equal; expected the same end. Please report this"
+        )
+    return position
+
+
 def find_difference(
     target: LiveTarget, prompt_ids: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
 ) -> Difference | None:
     """None when both decodings wrote the same ids; else the first difference, judged by a forward without any cache."""
-    if list(plain) == list(speculative):
-        return None
-    pairs = enumerate(zip(plain, speculative, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), None)
+    position = first_difference(plain, speculative, "evaluate: decoding")
     if position is None:
-        raise StageFailed(
-            f"evaluate: decoding ended after {len(speculative)} tokens with the drafter, {len(plain)} without, and "
-            "the ids before are equal; expected the same end. Please report this"
-        )
+        return None
     logits = target.next_logits([*prompt_ids, *plain[:position]])
     tolerance = _TIE_TOLERANCE[logits.dtype] * float(logits.abs().max())
     chosen = logits[[plain[position], speculative[position]]]

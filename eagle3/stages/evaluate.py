@@ -181,11 +181,7 @@ def _serve(
         for key, difference in (point.differences or {}).items()
         if not difference.tie
     ]
-    if changed:
-        raise StageFailed(
-            f"evaluate: {len(changed)} outputs are not the target's own, expected none: {changed[0]}; all are in "
-            f"{run.folder / RESULT}. Please report this"
-        )
+    _refuse_changed(run, changed)
     return metrics
 
 
@@ -353,8 +349,13 @@ def _check_lossless(run: Run, results: Mapping[str, Sequence[PromptResult]]) -> 
                 run.log.info("evaluate: tie in %s %s: %s", name, result.key, difference)
             else:
                 broken.append(f"{name} {result.key}: {difference}")
-    if broken:
+    _refuse_changed(run, broken)
+
+
+def _refuse_changed(run: Run, changed: Sequence[str]) -> None:
+    """StageFailed when drafting changed a text beyond a tie."""
+    if changed:
         raise StageFailed(
-            f"evaluate: {len(broken)} outputs are not the target's own, expected none: {broken[0]}; all are in "
+            f"evaluate: {len(changed)} outputs are not the target's own, expected none: {changed[0]}; all are in "
             f"{run.folder / RESULT}. Please report this"
         )
