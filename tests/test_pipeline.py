@@ -23,16 +23,19 @@ def chats(path: Path, count: int, first: int = 0) -> Path:
     return path
 
 
+def smoke(monkeypatch: pytest.MonkeyPatch, target: Path, folder: Path, samples: int, *words: str) -> int:
+    """The exit code of `+experiment=smoke` on a target and some conversations, started in a folder."""
+    monkeypatch.chdir(folder)
+    common = ["+experiment=smoke", "model=llama", f"model.path={target}", "dataset=jsonl"]
+    source = f"dataset.sources.train.path={chats(Path('train.jsonl'), samples)}"
+    monkeypatch.setattr(sys, "argv", ["eagle3", *common, source, *words])
+    return cli.command()
+
+
 def test_smoke_runs_every_stage_once(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`+experiment=smoke`: all stages in one run, linked to what they made; again, everything is a hit."""
-    monkeypatch.chdir(tmp_path)
-    words = [
-        *("+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl"),
-        *(f"dataset.sources.train.path={chats(Path('train.jsonl'), 12)}", "seed=3"),
-        f"+dataset.sources.asked={{path: {chats(Path('asked.jsonl'), 3, first=50)}, role: heldout}}",
-    ]
-    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
-    assert cli.command() == 0
+    asked = f"+dataset.sources.asked={{path: {chats(tmp_path / 'asked.jsonl', 3, first=50)}, role: heldout}}"
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, "seed=3", asked) == 0
     (first,) = Path("outputs/runs").glob("*/*")
     result = json.loads((first / "result.json").read_text())
     assert tuple(result["metrics"]) == STAGES
@@ -55,13 +58,7 @@ def test_smoke_runs_every_stage_once(tiny_target: Path, tmp_path: Path, monkeypa
 
 
 def test_without_sets_nothing_is_evaluated(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [
-        *("+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", "evaluate.sets=[]"),
-        f"dataset.sources.train.path={chats(Path('train.jsonl'), 12)}",
-    ]
-    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
-    assert cli.command() == 0
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, "evaluate.sets=[]") == 0
     (folder,) = Path("outputs/runs").glob("*/*")
     assert tuple(json.loads((folder / "result.json").read_text())["metrics"]) == STAGES[:-1]
     assert "5/5 evaluate left out: evaluate.sets is empty" in (folder / "run.log").read_text()
@@ -70,12 +67,8 @@ def test_without_sets_nothing_is_evaluated(tiny_target: Path, tmp_path: Path, mo
 def test_a_dry_run_says_what_would_be_done_and_makes_nothing(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = f"dataset.sources.train.path={chats(Path('train.jsonl'), 4)}"
-    words = ["+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", source, "dry_run=true"]
-    words += [f"evaluate.sets=[{chats(Path('asked.jsonl'), 2)}]"]
-    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
-    assert cli.command() == 0
+    sets = f"evaluate.sets=[{chats(tmp_path / 'asked.jsonl', 2)}]"
+    assert smoke(monkeypatch, tiny_target, tmp_path, 4, "dry_run=true", sets) == 0
     assert "extract, train, export, evaluate would follow" in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))
 
@@ -118,10 +111,6 @@ def test_an_evaluation_that_could_not_be_done_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = f"dataset.sources.train.path={chats(Path('train.jsonl'), 4)}"
-    words = ["+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", source, wrong]
-    monkeypatch.setattr(sys, "argv", ["eagle3", *words])
-    assert cli.command() == 2
+    assert smoke(monkeypatch, tiny_target, tmp_path, 4, wrong) == 2
     assert message in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))
