@@ -63,9 +63,13 @@ def source_state(folder: Path) -> dict[str, Any] | None:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of each GPU that nvidia-smi lists."""
-    text = _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    fields = ("name", "memory", "driver")
+    """The GPUs that this process may use, as nvidia-smi names them: the machine's, or those of CUDA_VISIBLE_DEVICES."""
+    fields = ("name", "uuid", "memory", "driver")
+    command = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,driver_version", "--format=csv,noheader"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        command.append(f"--id={visible}")
+    text = None if visible == "" else _answer(*command)
     return [dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in (text or "").splitlines()]
 
 
