@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from eagle3.adapters.llama import LlamaAdapter
 from eagle3.engines.recorder import Recorder
-from eagle3.engines.vllm_worker import Tap, language_model, load_adapter
+from eagle3.engines.vllm_worker import Tap, key_value_bytes, language_model, load_adapter
 from eagle3.errors import EngineError
 from eagle3.shards import ShardWriter
 from tests.test_recorder import HIDDEN, LAYERS, LAYOUT, make_plan, make_samples, settle, start_ranks
@@ -122,3 +123,9 @@ def test_what_cannot_be_tapped_is_said() -> None:
     with pytest.raises(EngineError, match=r"Linear.forward takes no \['input_ids', 'positions'\]"):
         language_model(nn.Linear(1, 1), LlamaAdapter())
     assert isinstance(load_adapter("eagle3.adapters.llama:LlamaAdapter"), LlamaAdapter)
+
+
+def test_keys_and_values_that_layers_share_count_once() -> None:
+    whole = torch.zeros(100, dtype=torch.bfloat16)
+    runner = SimpleNamespace(kv_caches=[whole[:60], [whole[60:], torch.zeros(8)], torch.zeros(3)])
+    assert key_value_bytes(runner) == 200 + 32 + 12

@@ -126,6 +126,7 @@ class CaptureExtension:
             "prefix_caching": bool(worker.cache_config.enable_prefix_caching),
             "weight_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             "memory_total_bytes": total,
+            "key_value_bytes": key_value_bytes(worker.model_runner),
             "context_bytes": total - free - torch.cuda.memory_reserved(device) if cuda else 0,
             "backends": model_backends(model, worker.model_config.quantization),
         }
@@ -168,21 +169,33 @@ class CaptureExtension:
     def eagle3_disarm(self) -> dict[str, Any]:
         """Ends the capture: hooks off, everything in flight written; the last poll's answer.
 
-        `working_bytes` is the most device memory that batches took on top of what was allocated before.
+        `working_bytes` is the most device memory that batches took on top of what was allocated before, `device_bytes`
+        all that is taken of the device now, whatever for; both are 0 on a CPU.
         """
         worker: Any = self
         tap = worker.eagle3_tap
         tap.remove()
         tap.recorder.close()
         worker.eagle3_tap = None
-        peak = torch.cuda.max_memory_allocated(tap.recorder.device) if tap.recorder.cuda else 0
-        return {**tap.recorder.poll(), "working_bytes": peak - worker.eagle3_allocated if tap.recorder.cuda else 0}
+        memory = {"working_bytes": 0, "device_bytes": 0}
+        if tap.recorder.cuda:
+            free, total = torch.cuda.mem_get_info(tap.recorder.device)
+            peak = torch.cuda.max_memory_allocated(tap.recorder.device)
+            memory = {"working_bytes": peak - worker.eagle3_allocated, "device_bytes": total - free}
+        return {**tap.recorder.poll(), **memory}
 
 
 def load_adapter(name: str) -> Adapter:
     """The adapter of a "module:Class" name, which is what crosses to a worker."""
     module, _, member = name.partition(":")
     return getattr(importlib.import_module(module), member)()
+
+
+def key_value_bytes(runner: Any) -> int:
+    """Bytes that a model runner has reserved for keys and values; layers may share one storage."""
+    entries = [each for entry in runner.kv_caches for each in (entry if isinstance(entry, list | tuple) else [entry])]
+    storages = [entry.untyped_storage() for entry in entries]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def language_model(model: nn.Module, adapter: Adapter) -> nn.Module:

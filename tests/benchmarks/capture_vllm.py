@@ -1,8 +1,9 @@
 """Capture against plain prefill in vLLM, in one run: python -m tests.benchmarks.capture_vllm SHAPE ... [options]
 
 The baseline is the same engine (same batches, prompts of the same lengths) without capture, compiled and with CUDA
-graphs unless --eager-baseline; both stay loaded and are measured in turn. Ours is the product's own path: hooks, pinned
-ring, files, checksums, index, rename, in --folder.
+graphs unless --eager-baseline; both stay loaded and are measured in turn. With --one-by-one the capturing engine has
+the cards to itself, then the baseline has. The capturing engine's own plain prefill, which is eager, is measured too.
+Ours is the product's own path: hooks, pinned ring, files, checksums, index, rename, in --folder.
 Weights are random (`load_format=dummy`); shapes: llama8b, tiny, kimiN (Kimi-K2.5's width, INT4 experts, N of 61
 layers). Prints a JSON object for each shape; with --out they are also written into that folder.
 """
@@ -17,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -62,6 +64,8 @@ BESIDE_EACH_OTHER = {
     "gpu_memory_utilization": 0.3,
     "kv_cache_memory_bytes": 8_000_000_000,
 }
+ALONE = {**BESIDE_EACH_OTHER, "gpu_memory_utilization": 0.95, "kv_cache_memory_bytes": 4_000_000_000}
+COMPILED, EAGER = "compiled, CUDA graphs", "eager"
 
 
 def make_target(shape: str, cfg: Config, folder: Path) -> Target:
@@ -148,30 +152,27 @@ def write_rate(folder: Path, gigabytes: float, flags: int) -> float:
     return rate
 
 
-def measure(
-    sets: dict[str, list[int]], vocab: int, process: EngineProcess, engine: VllmEngine, ids: tuple[int, ...], args: Any
-) -> dict[str, Any]:
-    """Plain prefill and capture in turn, each set `args.rounds` times; the fastest of each counts."""
-    found: dict[str, Any] = {}
-    seeds = iter(range(2, 1000))
-    for name, lengths in sets.items():
-        plains, captures = [], []
-        for _ in range(args.rounds):
-            plains.append(plain(process, make_samples(lengths, vocab, next(seeds))))
-            captures.append(captured(engine, make_samples(lengths, vocab, next(seeds)), ids, args.folder))
-        tokens, best = sum(lengths), min(captures, key=lambda run: run["seconds"])
-        found[name] = {
+@dataclass
+class Measured:
+    """What one set of prompts took: seconds of plain prefill by baseline, and the captures."""
+
+    lengths: list[int]
+    plain: dict[str, list[float]]
+    captures: list[dict[str, Any]]
+
+    def row(self) -> dict[str, Any]:
+        """Rates and ratios by baseline, the fastest run of each counts."""
+        tokens, best = sum(self.lengths), min(self.captures, key=lambda run: run["seconds"])
+        return {
             "tokens": tokens,
-            "plain_tokens_per_s": round(tokens / min(plains)),
+            "plain_tokens_per_s": {name: round(tokens / min(seconds)) for name, seconds in self.plain.items()},
             "tokens_per_s": round(tokens / best["seconds"]),
-            "ratio": round(min(plains) / best["seconds"], 4),
+            "ratio": {name: round(min(seconds) / best["seconds"], 4) for name, seconds in self.plain.items()},
             "bytes_per_s": round(best["bytes"] / best["seconds"]),
-            "all_plain_seconds": [round(seconds, 3) for seconds in plains],
-            "all_seconds": [round(run["seconds"], 3) for run in captures],
+            "all_plain_seconds": {name: [round(s, 3) for s in seconds] for name, seconds in self.plain.items()},
+            "all_seconds": [round(run["seconds"], 3) for run in self.captures],
             "report": best,
         }
-        print(name, json.dumps(found[name]), flush=True)
-    return found
 
 
 def measure_disk(
@@ -197,14 +198,17 @@ class Case:
     cfg: Config
     target: Target
     ids: tuple[int, ...]
-    sets: dict[str, list[int]]
+    sets: dict[str, Measured]
     work: Path
-    eager_baseline: bool
+    args: argparse.Namespace
+    baseline: str
+    seeds: Iterator[int]
 
     @classmethod
     def make(cls, shape: str, args: argparse.Namespace, work: Path) -> Case:
         """The checkpoint is written, nothing is started."""
         cpu = shape == "tiny"
+        options = {} if cpu else ALONE if args.one_by_one else BESIDE_EACH_OTHER
         cfg = Config()
         cfg.hardware = HardwareConfig(
             name="bench",
@@ -213,21 +217,23 @@ class Case:
             threads=1 if cpu else None,
             tensor_parallel_size=args.ranks,
             batch_tokens=args.batch_tokens,
-            engine_options={**({} if cpu else BESIDE_EACH_OTHER), **json.loads(args.options)},
+            engine_options={**options, **json.loads(args.options)},
             on_backend_mismatch="warn",
         )
         cfg.dataset.max_length, cfg.dataset.max_new_tokens = 4096, 1
         target = make_target(shape, cfg, work / shape)
         n = target.shape.num_layers
         ids = (2, n // 2, n - 3, n) if n >= 8 else (1, 2, n - 1, n)
-        sets = {"fixed_2048": [2048] * (args.tokens // 2048), "mixed_128_4096": mixed_lengths(args.tokens)}
-        return cls(cfg, target, ids, sets, work, args.eager_baseline or cpu)
+        lengths = {"mixed_128_4096": mixed_lengths(args.tokens), "fixed_2048": [2048] * (args.tokens // 2048)}
+        sets = {name: Measured(rows, {}, []) for name, rows in lengths.items()}
+        baseline = EAGER if args.eager_baseline or cpu else COMPILED
+        return cls(cfg, target, ids, sets, work, args, baseline, iter(range(2, 1000)))
 
     def start_plain(self) -> EngineProcess:
         """The engine without capture, starting."""
         arguments = engine_arguments(self.cfg, self.target, self.target.folder, "dummy")
         arguments.pop("worker_extension_cls")
-        arguments["enforce_eager"] = self.eager_baseline
+        arguments["enforce_eager"] = self.baseline == EAGER
         log_file = self.work / f"{self.cfg.model.name}-plain.log"
         return EngineProcess(arguments, engine_environment(self.cfg), log_file)
 
@@ -236,32 +242,86 @@ class Case:
         log_file = self.work / f"{self.cfg.model.name}-capture.log"
         return VllmEngine(self.cfg, self.target, load_format="dummy", log_file=log_file)
 
-    def run(
-        self, engine: VllmEngine, process: EngineProcess, args: argparse.Namespace, disk: Path | None
-    ) -> dict[str, Any]:
-        """All measurements; the plain engine is closed when it is no longer needed."""
-        version, info, vocab = process.wait_ready(lambda text: None), engine.info(), self.target.shape.vocab_size
-        result: dict[str, Any] = {
+    def plain(self, name: str, process: EngineProcess, found: Measured) -> None:
+        """Measures plain prefill of a set once."""
+        vocab = self.target.shape.vocab_size
+        found.plain.setdefault(name, []).append(plain(process, make_samples(found.lengths, vocab, next(self.seeds))))
+
+    def warm(self, process: EngineProcess) -> None:
+        """Kernels are chosen at the first batches."""
+        plain(process, make_samples(self.sets["mixed_128_4096"].lengths[:64], self.target.shape.vocab_size, 0))
+
+    def run(self, engine: VllmEngine, process: EngineProcess | None, disk: Path | None) -> None:
+        """All measurements with the capturing engine; `process` is the baseline's, closed when it is done with."""
+        vocab, folder = self.target.shape.vocab_size, self.args.folder
+        # Once at full size: the machine's memory is made to exist.
+        captured(engine, make_samples(self.sets["mixed_128_4096"].lengths, vocab, 1), self.ids, folder)
+        if process is not None:
+            process.wait_ready(lambda text: None)
+            self.warm(process)
+        for found in self.sets.values():
+            for _ in range(self.args.rounds):
+                if process is not None:
+                    self.plain(self.baseline, process, found)
+                self.plain(f"{EAGER}, the capturing engine", engine._process, found)
+                samples = make_samples(found.lengths, vocab, next(self.seeds))
+                found.captures.append(captured(engine, samples, self.ids, folder))
+            self.tell(engine)
+        if process is not None:
+            process.close()
+        if disk:
+            found = self.sets["fixed_2048"]
+            rate = max(found.row()["plain_tokens_per_s"].values())
+            self.tell(engine, disk=measure_disk(found.lengths, vocab, rate, engine, self.ids, disk))
+
+    def run_plain(self, engine: VllmEngine) -> None:
+        """The baseline's measurements, when the capturing engine (closed by now) is done."""
+        process = self.start_plain()
+        process.wait_ready(lambda text: None)
+        self.warm(process)
+        for found in self.sets.values():
+            for _ in range(self.args.rounds):
+                self.plain(self.baseline, process, found)
+            self.tell(engine)
+        process.close()
+
+    def tell(self, engine: VllmEngine, **more: Any) -> None:
+        """Prints what is known so far; writes it too, so that a run that is cut leaves something."""
+        info = engine.info()
+        names = ("weight_bytes", "key_value_bytes", "context_bytes", "memory_total_bytes")
+        result = {
             "shape": self.cfg.model.name,
             "layers": info.num_layers,
             "ids": self.ids,
-            "ranks": args.ranks,
-            "vllm": version,
+            "ranks": self.args.ranks,
+            "vllm": engine.version,
             "device": info.device,
             "runner": info.details["runner"],
             "backends": info.details["backends"],
-            "baseline": "eager" if self.eager_baseline else "compiled, CUDA graphs",
+            "engines": "one by one" if self.args.one_by_one else "side by side",
             "capture_start_s": round(engine.load_seconds, 1),
+            "memory": [{name: rank[name] for name in names} for rank in engine.ranks],
+            "sets": {name: found.row() for name, found in self.sets.items() if found.captures},
+            **more,
         }
-        plain(process, make_samples(self.sets["mixed_128_4096"][:64], vocab, 0))
-        # Once at full size: the machine's memory is made to exist, kernels are chosen.
-        captured(engine, make_samples(self.sets["mixed_128_4096"], vocab, 1), self.ids, args.folder)
-        result["sets"] = measure(self.sets, vocab, process, engine, self.ids, args)
-        process.close()
-        if disk:
-            rate = result["sets"]["fixed_2048"]["plain_tokens_per_s"]
-            result["disk"] = measure_disk(self.sets["fixed_2048"], vocab, rate, engine, self.ids, disk)
-        return result
+        print(json.dumps(result), flush=True)
+        if self.args.out:
+            ranks = f"_tp{self.args.ranks}" if self.args.ranks > 1 else ""
+            name = f"capture_vllm_{self.cfg.model.name}{ranks}.json"
+            (self.args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_side_by_side(cases: list[Case], disk: Path | None) -> None:
+    """The engines that capture load at once, their baselines when it is their turn: all would not fit."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        loading = [pool.submit(case.start_capture) for case in cases]
+        process = cases[0].start_plain()
+        engines = [stack.enter_context(engine.result()) for engine in loading]
+        for case, engine in zip(cases, engines, strict=True):
+            first = case is cases[0]
+            with engine:
+                case.run(engine, process if first else case.start_plain(), disk if first else None)
 
 
 def main() -> None:
@@ -275,24 +335,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/eagle3-bench"))
     parser.add_argument("--disk", type=Path, help="capture the first shape into this folder on a disk too")
     parser.add_argument("--eager-baseline", action="store_true")
+    parser.add_argument("--one-by-one", action="store_true", help="the engines one after the other, alone on the cards")
     parser.add_argument("--options", default="{}", help="engine options, JSON")
     parser.add_argument("--out", type=Path, help="folder for a JSON file of each shape")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="eagle3-bench-"))
     cases = [Case.make(shape, args, work) for shape in args.shapes]
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor())
-        # The engines that capture load at once, their baselines when it is their turn: all would not fit.
-        loading = [pool.submit(case.start_capture) for case in cases]
-        process = cases[0].start_plain()
-        engines = [stack.enter_context(engine.result()) for engine in loading]
-        for case, engine in zip(cases, engines, strict=True):
-            first = case is cases[0]
-            with engine:
-                result = case.run(engine, process if first else case.start_plain(), args, args.disk if first else None)
-            print(json.dumps(result), flush=True)
-            if args.out:
-                (args.out / f"capture_vllm_{result['shape']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if args.one_by_one:
+        for number, case in enumerate(cases):
+            with case.start_capture() as engine:
+                case.run(engine, None, None if number else args.disk)
+            case.run_plain(engine)
+    else:
+        run_side_by_side(cases, args.disk)
     shutil.rmtree(work, ignore_errors=True)
 
 
