@@ -31,10 +31,14 @@ log = logging.getLogger("eagle3")
 
 @dataclass
 class CaptureCount:
-    """What one run captured: `tokens` and `seconds` of it, samples left out by reason."""
+    """What one run captured: `tokens` and `seconds` of it, samples left out by reason.
+
+    `first_seconds` went by until an engine that writes shards by itself had shown its first states to be right.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
+    first_seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
 
 
@@ -137,6 +141,7 @@ class Capture:
                 self._warn_of_versions(self.plans[number], f"{info.name} {info.version}")
         if isinstance(engine, ShardEngine):
             check_first(self, engine, samples, missing, foretold_bytes)
+            tally.count.first_seconds = time.monotonic() - started
             stream(self, engine, samples, missing, tally)
             missing = {}
         for number, layer_ids in missing.items():

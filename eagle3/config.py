@@ -242,6 +242,7 @@ class RehearseConfig:
 
     before_load: bool = True
     batches: int = number(8, least=1)
+    layers: int | None = number(None, least=1)
 
 
 @dataclass

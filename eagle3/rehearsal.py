@@ -21,7 +21,7 @@ import numpy as np
 from eagle3.capture import Capture
 from eagle3.engines.backends import expected_backends, mismatches
 from eagle3.engines.vllm import VllmEngine
-from eagle3.engines.vllm_capture import ShardWork
+from eagle3.engines.vllm_capture import ShardWork, memory_bytes
 from eagle3.engines.vllm_seams import check_version
 from eagle3.engines.vllm_settings import check_devices, engine_arguments, installed_version
 from eagle3.errors import Eagle3Error, RequestError
@@ -92,7 +92,7 @@ def rehearse(cfg: Config, target: Target, extraction: Extraction, folder: Path, 
     model = folder / "model"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        depth = shrunken_checkpoint(target, len(extraction.layer_ids), model)
+        depth = shrunken_checkpoint(target, len(extraction.layer_ids), model, cfg.rehearse.layers)
         _with_engine(cfg, target, extraction, outcome, folder, model, depth, log_file)
     except RequestError:
         raise
@@ -104,15 +104,22 @@ def rehearse(cfg: Config, target: Target, extraction: Extraction, folder: Path, 
     return outcome
 
 
-def shrunken_checkpoint(target: Target, captured: int, folder: Path) -> int:
+def shrunken_checkpoint(target: Target, captured: int, folder: Path, layers: int | None = None) -> int:
     """Writes the target's config with few layers, and what lies beside it, but no weights; returns the layers.
 
-    Enough of them that as many states can be captured as in the real run.
+    `layers` or the fewest: each kind of layer, and enough that as many states can be captured as in the real run.
+    RequestError when `layers` are fewer than those, or more than the target has.
     """
     folder.mkdir(parents=True)
     config = read_json(target.folder / "config.json")
     text = target.adapter.text_section(config)
-    depth = min(max(target.adapter.rehearsal_layers(text), captured - 1), target.shape.num_layers)
+    fewest = min(max(target.adapter.rehearsal_layers(text), captured - 1), target.shape.num_layers)
+    depth = fewest if layers is None else layers
+    if not fewest <= depth <= target.shape.num_layers:
+        raise RequestError(
+            f"rehearse.layers: found {layers}, expected {fewest} (every kind of layer, and {captured} states) to "
+            f"{target.shape.num_layers} (all of the target); null takes the fewest"
+        )
     shrunk = json.dumps(target.adapter.shrink(config, depth), indent=1)
     (folder / "config.json").write_text(shrunk, encoding="utf-8")
     for file in target.folder.iterdir():
@@ -261,24 +268,32 @@ def _forecast(
     cfg: Config, target: Target, extraction: Extraction, engine: VllmEngine, depth: int, outcome: Rehearsal
 ) -> None:
     """Memory of each GPU, bytes on the disk, and time, of the whole extraction."""
-    ranks, numbers = cfg.hardware.tensor_parallel_size, outcome.numbers
+    ranks, num_layers, numbers = cfg.hardware.tensor_parallel_size, target.shape.num_layers, outcome.numbers
     first = engine.ranks[0]
     itemsize = 4 if first["dtype"] == "float32" else 2
     token_bytes = key_value_bytes(target, ranks, itemsize)
-    need = Footprint(
-        weights=weight_bytes(target, ranks),
-        key_values=token_bytes * (first["batch_tokens"] + first["max_model_len"]),
-        working=numbers["working_bytes"],
-        context=max(rank["context_bytes"] for rank in engine.ranks),
-    )
-    numbers["memory_bytes_per_gpu"] = need.total
+
+    def need_of(layers: int) -> Footprint:
+        return Footprint(
+            weights=weight_bytes(target, ranks, layers),
+            key_values=token_bytes * (first["batch_tokens"] + first["max_model_len"]) * layers // num_layers,
+            working=numbers["working_bytes"],
+            context=max(rank["context_bytes"] for rank in engine.ranks),
+        )
+
+    need, rehearsed = need_of(num_layers), need_of(depth)
+    numbers.update(memory_bytes_per_gpu=need.total, key_value_bytes_per_gpu=need.key_values)
     if total := min(rank["memory_total_bytes"] for rank in engine.ranks):
         share = cfg.hardware.engine_options.get("gpu_memory_utilization", MEMORY_SHARE)
         outcome.add("memory", *need.verdict(int(total * share)))
+        measured = memory_bytes(engine.last_capture, rehearsed.key_values)
+        numbers.update(rehearsed_memory_bytes=measured, rehearsed_memory_forecast_bytes=rehearsed.total)
+        detail = f"{measured / 1e9:.1f} GB with these {depth} layers, foretold {rehearsed.total / 1e9:.1f}"
+        outcome.add("memory measured", True, f"{detail} ({measured / rehearsed.total - 1:+.1%})")
     # Layers cost alike; what is there once (embedding, scheduling) is counted with them, which errs on the slow side.
     # The disk has as many states a token to write as now, so it can only be as slow as it was.
-    computed = numbers["model_tokens_per_s"] * depth / target.shape.num_layers
-    speed = min(computed, numbers["tokens_per_s"])
+    computed, written = numbers["model_tokens_per_s"] * depth / num_layers, numbers["tokens_per_s"]
+    speed = min(computed, written)
     numbers["forecast_tokens_per_s"] = round(speed)
     numbers["forecast_bytes_per_s"] = round(speed * numbers["bytes_per_token"])
     if extraction.lengths is None:
@@ -288,6 +303,5 @@ def _forecast(
     numbers.update(forecast_bytes=size, forecast_seconds=round(seconds, 1))
     fits = size <= extraction.free_bytes
     outcome.add("disk", fits, f"{size / 1e9:,.1f} GB of states, {extraction.free_bytes / 1e9:,.1f} GB free")
-    bound = "the model" if speed == computed else "writing"
-    detail = f"about {duration(seconds)} for {tokens:,} tokens at {speed:,.0f} tokens/s, bound by {bound}"
-    outcome.add("time", True, detail)
+    detail = f"about {duration(seconds)} for {tokens:,} tokens at {speed:,.0f} tokens/s"
+    outcome.add("time", True, f"{detail}: the model alone {computed:,.0f}, as it was written here {written:,.0f}")

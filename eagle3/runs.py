@@ -116,6 +116,11 @@ class Run:
         """Where the whole story is, tracebacks included."""
         return self._log_file
 
+    @property
+    def seconds(self) -> float:
+        """How long the run has been open."""
+        return time.monotonic() - self._started
+
     @classmethod
     def start(cls, cfg: Config, overrides: list[str], folder: Path | None = None) -> Run:
         """Opens a new run in `folder`, or in a folder of its own under `<output_dir>/runs/<date>/`.
@@ -217,7 +222,7 @@ class Run:
         self.status = status
         self.artifacts.close()
         if self.rank == 0:
-            seconds = round(time.monotonic() - self._started, 3)
+            seconds = round(self.seconds, 3)
             result = {"status": status, "stage": self.cfg.stage.name, "exit_code": exit_code, "seconds": seconds}
             if error:
                 result["error"] = error

@@ -93,6 +93,19 @@ def test_stored_states_are_the_models_own(cfg: Config, tiny_target: Path, prepar
         torch.testing.assert_close(head(states[6]), output.logits[0], rtol=1e-4, atol=1e-4)
 
 
+def test_states_of_random_weights_are_other_states(cfg: Config):
+    """What vllm's `load_format=dummy` makes is never taken for the target's; other options do not matter."""
+    folders = [
+        states_folder(
+            dataclasses.replace(
+                cfg, hardware=dataclasses.replace(cfg.hardware, engine="vllm", engine_options=dict(options))
+            )
+        )
+        for options in ({}, {"max_num_seqs": 4}, {"load_format": "dummy"})
+    ]
+    assert folders[0] == folders[1] != folders[2]
+
+
 def test_manifest_says_what_is_stored(cfg: Config):
     """E7, E13, T4: convention, pre-norm, target, quantization, dtype; counts add up; plain JSON."""
     metrics, run = run_stage("extract", cfg)

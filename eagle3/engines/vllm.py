@@ -22,7 +22,13 @@ from eagle3.engines.backends import expected_backends, mismatches
 from eagle3.engines.vllm_capture import CaptureDriver, ShardWork
 from eagle3.engines.vllm_load import LoadWatch
 from eagle3.engines.vllm_process import EngineProcess
-from eagle3.engines.vllm_settings import check_devices, engine_arguments, engine_environment, installed_version
+from eagle3.engines.vllm_settings import (
+    DUMMY,
+    check_devices,
+    engine_arguments,
+    engine_environment,
+    installed_version,
+)
 from eagle3.errors import EngineError, RequestError
 from eagle3.layers import check_ids
 from eagle3.shards import Layout, ShardPlan, ShardWriter
@@ -70,7 +76,7 @@ class VllmEngine:
         started = time.monotonic()
         self._process = EngineProcess(arguments, engine_environment(cfg), log_file)
         try:
-            shards = None if load_format == "dummy" else target.weights
+            shards = None if arguments["load_format"] == DUMMY else target.weights
             watch = LoadWatch(shards, self._expected if cfg.hardware.on_backend_mismatch == "stop" else {})
             self.version = self._process.wait_ready(watch.feed)
             self.ranks = self._process.call("eagle3_describe", self._adapter)

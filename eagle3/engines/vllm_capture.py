@@ -73,12 +73,20 @@ class ShardProgress:
                 writer.accept(plan.sample_ids[member], sums)
 
 
-def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = None) -> dict[str, float]:
+def memory_bytes(report: Mapping[str, Any], key_values: int) -> int:
+    """Device memory that the fullest rank of a capture needed: all that it took, but of the engine's reserve for keys
+    and values only the `key_values` that a batch needs. 0 on a CPU.
+    """
+    taken = [rank["device_bytes"] - rank["key_value_bytes"] for rank in report["ranks"] if rank["device_bytes"]]
+    return max(taken) + key_values if taken else 0
+
+
+def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = None) -> dict[str, Any]:
     """What a capture's time went into, as shares of its seconds, averaged over the ranks.
 
     model: a forward pass runs; copy: only a copy to the host does; wait: the model waits for the disk. write: the
     writing threads are busy, beside the model. `ring_bytes` and `working_bytes` are the most host and device memory of
-    a rank, which depend on the batch and not on the length of the run.
+    a rank, which depend on the batch and not on the length of the run. `written_share`: each rank's part of the bytes.
     """
     ranks, seconds = report["ranks"], max(report["seconds"], 1e-9)
 
@@ -86,13 +94,15 @@ def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = 
         return round(sum(rank[f"{name}_s"] for rank in ranks) / len(ranks) / seconds, 4)
 
     speed = ranks[0]["rows_written"] / seconds
+    size = sum(rank["bytes"] for rank in ranks)
     found = {
         "tokens_per_s": round(speed, 1),
-        "bytes_per_s": round(sum(rank["bytes"] for rank in ranks) / seconds),
+        "bytes_per_s": round(size / seconds),
         "model_share": share("model"),
         "copy_share": share("copy"),
         "wait_share": share("wait"),
         "write_share": round(share("write") / WRITERS, 4),
+        "written_share": [round(rank["bytes"] / max(size, 1), 4) for rank in ranks],
         "ring_bytes": max(rank["ring_bytes"] for rank in ranks),
         "working_bytes": max(rank["working_bytes"] for rank in ranks),
     }

@@ -12,7 +12,7 @@ from eagle3.errors import RequestError
 
 if TYPE_CHECKING:
     from eagle3.checkpoint import Target
-    from eagle3.config import Config
+    from eagle3.config import Config, HardwareConfig
 
 log = logging.getLogger("eagle3")
 
@@ -25,6 +25,8 @@ FORCED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
 }
+# Random weights instead of the checkpoint's, for rehearsals.
+DUMMY = "dummy"
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -104,6 +106,12 @@ def engine_environment(cfg: Config) -> dict[str, str]:
             # One core a rank: vLLM's automatic binding refuses machines with few cores.
             found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(cfg.hardware.tensor_parallel_size)))
     return found
+
+
+def dummy_weights(hardware: HardwareConfig) -> dict[str, str]:
+    """What `hardware.engine_options.load_format=dummy` adds to an artifact's identity, whose numbers mean nothing."""
+    random = hardware.engine == "vllm" and hardware.engine_options.get("load_format") == DUMMY
+    return {"weights": DUMMY} if random else {}
 
 
 def installed_version() -> str:

@@ -126,7 +126,6 @@ class CaptureExtension:
             "prefix_caching": bool(worker.cache_config.enable_prefix_caching),
             "weight_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             "memory_total_bytes": total,
-            "key_value_bytes": key_value_bytes(worker.model_runner),
             "context_bytes": total - free - torch.cuda.memory_reserved(device) if cuda else 0,
             "backends": model_backends(model, worker.model_config.quantization),
         }
@@ -170,7 +169,8 @@ class CaptureExtension:
         """Ends the capture: hooks off, everything in flight written; the last poll's answer.
 
         `working_bytes` is the most device memory that batches took on top of what was allocated before, `device_bytes`
-        all that is taken of the device now, whatever for; both are 0 on a CPU.
+        all that is taken of the device now, whatever for; both are 0 on a CPU. `key_value_bytes` is what the engine has
+        reserved for keys and values.
         """
         worker: Any = self
         tap = worker.eagle3_tap
@@ -182,7 +182,7 @@ class CaptureExtension:
             free, total = torch.cuda.mem_get_info(tap.recorder.device)
             peak = torch.cuda.max_memory_allocated(tap.recorder.device)
             memory = {"working_bytes": peak - worker.eagle3_allocated, "device_bytes": total - free}
-        return {**tap.recorder.poll(), **memory}
+        return {**tap.recorder.poll(), **memory, "key_value_bytes": key_value_bytes(worker.model_runner)}
 
 
 def load_adapter(name: str) -> Adapter:

@@ -18,7 +18,8 @@ from eagle3.capture import Capture, CaptureCount
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, LayersConfig
 from eagle3.engines import compute_dtype, expected_tokens_per_s
-from eagle3.engines.vllm_capture import throughput
+from eagle3.engines.vllm_capture import memory_bytes, throughput
+from eagle3.engines.vllm_settings import dummy_weights
 from eagle3.errors import RequestError
 from eagle3.progress import duration
 from eagle3.runs import Run
@@ -49,6 +50,7 @@ def _states(cfg: Config, artifacts: Artifacts, target: Target, prepared: Artifac
         "engine": cfg.hardware.engine,
         "compute_dtype": compute_dtype(cfg.hardware, target),
         "dtype": cfg.store.dtype,
+        **dummy_weights(cfg.hardware),
     }
     return artifacts.of("states", identity)
 
@@ -85,6 +87,10 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         run.wrote(artifact)
         return stored["metrics"]
     run.log.info("extract: %s", describe(cfg, target, capture, missing))
+    if dummy_weights(cfg.hardware):
+        run.log.warning(
+            "hardware.engine_options.load_format=dummy: random weights, whose states are no one's to train on"
+        )
     if cfg.dry_run:
         return {}
     capture.check_space(missing, cfg.store.free_space_margin)
@@ -157,17 +163,18 @@ def _capture(
         run.note(adapter=target.adapter.name, engine=dataclasses.asdict(engine.info()))
         foretold = rehearse.forecast(cfg, run, target)
         with run.progress(capture.tokens(missing), "tokens", "extract") as advance:
-            bytes_per_state = foretold.get("bytes_per_state")
+            bytes_per_state, opened = foretold.get("bytes_per_state"), run.seconds
             count = capture.run(engine, prepared.samples, missing, max_failed, advance, bytes_per_state)
         if report := getattr(engine, "last_capture", None):
-            _say_throughput(run, report, foretold)
+            _say_throughput(run, report, foretold, opened + count.first_seconds)
         return count
 
 
-def _say_throughput(run: Run, report: dict[str, Any], forecast: dict[str, Any]) -> None:
-    """Where the engine's time went, beside what the rehearsal foretold."""
+def _say_throughput(run: Run, report: dict[str, Any], forecast: dict[str, Any], first_states_s: float) -> None:
+    """Where the engine's time and memory went, beside what the rehearsal foretold; when the first states were there."""
     found = throughput(report, forecast.get("forecast_tokens_per_s"))
-    run.record({"extract": found})
+    memory = memory_bytes(report, forecast.get("key_value_bytes_per_gpu", 0))
+    run.record({"extract": {**found, "first_states_s": round(first_states_s, 1), "memory_bytes": memory}})
     shares = ", ".join(f"{name} {found[f'{name}_share']:.0%}" for name in ("model", "copy", "wait", "write"))
     foretold = f", {found['of_forecast']:.2f} of the rehearsal's forecast" if "of_forecast" in found else ""
     run.log.info(
@@ -179,6 +186,12 @@ def _say_throughput(run: Run, report: dict[str, Any], forecast: dict[str, Any]) 
         found["ring_bytes"] / 1e9,
         found["working_bytes"] / 1e9,
     )
+    parts = "/".join(f"{part:.0%}" for part in found["written_share"])
+    run.log.info("extract: first states after %s, written by the ranks %s", duration(first_states_s), parts)
+    if memory and (expected := forecast.get("memory_bytes_per_gpu")):
+        run.log.info(
+            "extract: %.1f GB of a GPU needed, %+.1f%% of the forecast", memory / 1e9, 100 * (memory / expected - 1)
+        )
 
 
 def _manifest(

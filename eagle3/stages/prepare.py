@@ -21,6 +21,7 @@ from eagle3.assets import cache_folder
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.engines import Engine, compute_dtype
+from eagle3.engines.vllm_settings import dummy_weights
 from eagle3.errors import RequestError, StageFailed
 from eagle3.preparation_report import Counts, make_report, nothing_left, report_table
 from eagle3.prepared import PreparedWriter, prompt_group
@@ -66,6 +67,7 @@ def _prepared(cfg: Config, artifacts: Artifacts, target: Target) -> Artifact:
             "compute_dtype": compute_dtype(cfg.hardware, target),
             "max_new_tokens": data.max_new_tokens,
             "temperature": data.temperature,
+            **dummy_weights(cfg.hardware),
         }
     return artifacts.of("prepared", identity)
 

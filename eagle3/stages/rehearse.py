@@ -109,6 +109,7 @@ def _artifact(cfg: Config, run: Run, target: Target, layer_ids: Sequence[int]) -
         "arguments": engine_arguments(cfg, target, Path(), "dummy"),
         "expected_backends": dict(cfg.hardware.expected_backends),
         "captured": len(layer_ids),
+        "layers": cfg.rehearse.layers,
         "dtype": cfg.store.dtype,
         "vllm": installed_version(),
         "host": socket.gethostname(),

@@ -288,7 +288,7 @@ class Case:
     def tell(self, engine: VllmEngine, **more: Any) -> None:
         """Prints what is known so far; writes it too, so that a run that is cut leaves something."""
         info = engine.info()
-        names = ("weight_bytes", "key_value_bytes", "context_bytes", "memory_total_bytes")
+        names = ("weight_bytes", "context_bytes", "memory_total_bytes")
         result = {
             "shape": self.cfg.model.name,
             "layers": info.num_layers,
