@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from eagle3.compute_weights import ComputeWeights
 
@@ -19,7 +20,7 @@ class ClippedAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, state and all, whose `clip` scales gradients as they are read.
 
     `clip_to` sets the clip before each step; weights that `copies` holds are renewed with their masters. Parameters are
-    fp32 tensors on a GPU; the state is torch's, so that checkpoints fit both.
+    fp32 tensors on a GPU, whole or in shards; the state is torch's, so that checkpoints fit both.
     """
 
     def __init__(self, params: Any, copies: ComputeWeights | None = None, **options: Any) -> None:
@@ -34,6 +35,7 @@ class ClippedAdamW(torch.optim.AdamW):
         """
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         found = torch.nn.utils.get_total_norm(grads, foreach=True)
+        found = found.full_tensor() if isinstance(found, DTensor) else found
         self.clip = torch.where(found.isfinite(), torch.clamp(norm / (found + 1e-6), max=1.0), torch.nan)
         return found
 
@@ -57,15 +59,21 @@ class ClippedAdamW(torch.optim.AdamW):
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
                 state["step"] += 1
                 copy = self.copies.copy_of(weight) if self.copies is not None else None
+                mine = _here(weight)
                 adamw_(
-                    weight, weight.grad, state["exp_avg"], state["exp_avg_sq"], copy,
-                    weight.new_ones(()) if clip is None else clip,
+                    mine, _here(weight.grad), _here(state["exp_avg"]), _here(state["exp_avg_sq"]), copy,
+                    mine.new_ones(()) if clip is None else clip,
                     float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], int(state["step"]),
                 )  # fmt: skip
-                torch.autograd.graph.increment_version(weight)
+                torch.autograd.graph.increment_version(mine)
                 if copy is not None and self.copies is not None:
                     self.copies.mark(weight)
         return loss
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor in shards, or the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -327,7 +327,7 @@ class DrafterTraining(LightningModule):
                     "whole matrices; try hardware.training_strategy=ddp"
                 )
             optimizer = MuonAdamW(self._groups())
-        elif self.fused is not None and self.fused.copies is not None:
+        elif self.fused is not None:
             optimizer = ClippedAdamW(self._groups(), self.fused.copies)
         else:
             optimizer = torch.optim.AdamW(self._groups(), fused=True)

@@ -4,7 +4,8 @@ The same arithmetic as `Eagle3Drafter.unroll`, with everything left out that nee
 
 * the embedding half of the q, k, v projections depends on a token, not on the step that reads it: once a token;
 * only rows that are supervised at this or a later step are computed, in the order of `row_layout`: no gathers;
-* a weight's gradient is one matrix product over the rows of all steps, accumulated in fp32 by the matrix units;
+* a weight's gradient is one matrix product over the rows of all steps, accumulated in fp32 by the matrix units; these
+  come last, one after another, so that ranks exchange one while the next is being made;
 * no gradient is made for inputs that have no parameter before them.
 
 With `recompute` the MLP's wide rows are made again in the backward pass instead of being kept: about half the memory of
@@ -14,7 +15,7 @@ tests/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,37 @@ def unroll(
     hidden_norm, post_attention_layernorm, norm: gradients are made for these. `products`: the same weights in the dtype
     of `features`, joined: q, k, v; o; gate, up; down.
     """
-    return _Unroll.apply(features, embeddings, layout, rotary, shape, products, recompute, *params)
+    makers: _Makers = {}
+    if torch.is_grad_enabled():
+        late = list(params)
+        for group in LATE:
+            for index, param in zip(group, _Late.apply(makers, group, *(params[i] for i in group)), strict=True):
+                late[index] = param
+        params = late
+    return _Unroll.apply(features, embeddings, layout, rotary, shape, products, recompute, makers, *params)
+
+
+# Weights of `params` whose gradients are made together. The engine takes the last first: the largest, which ranks
+# exchange for longest.
+LATE = ((8, 9, 10), (3,), (0, 1, 2, 7), (6,), (4, 5))
+_Makers = dict[tuple[int, ...], Callable[[], Sequence[Tensor]]]
+
+
+class _Late(torch.autograd.Function):
+    """Weights as the unroll reads them. Their gradients are made in this node by what the unroll's backward pass left
+    in `makers`, and so reach the parameters one group at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, makers: _Makers, group: tuple[int, ...], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.makers, ctx.group = makers, group
+        ctx.dtypes = [param.dtype for param in params]
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: None) -> tuple[Tensor | None, ...]:
+        made = ctx.makers.pop(ctx.group)()
+        return None, None, *(grad.to(dtype) for grad, dtype in zip(made, ctx.dtypes, strict=True))
 
 
 class _Unroll(torch.autograd.Function):
@@ -91,12 +122,13 @@ class _Unroll(torch.autograd.Function):
         shape: UnrollShape,
         products: Sequence[Tensor],
         recompute: bool,
+        makers: _Makers,
         *params: Tensor,
     ) -> Tensor:
         weights = LayerWeights(products, params[7:])
         saved = _Forward(features, embeddings, layout, rotary, shape, weights, recompute)
         outputs = saved.run()
-        ctx.saved, ctx.params = saved, params
+        ctx.saved, ctx.makers, ctx.params = saved, makers, len(params)
         return outputs
 
     @staticmethod
@@ -104,8 +136,8 @@ class _Unroll(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         backward = _Backward(saved, grads[0])
         grad_features = backward.run()
-        param_grads = backward.weight_grads(ctx.params)
-        return grad_features, *[None] * 6, *param_grads
+        ctx.makers.update(zip(LATE, backward.makers(), strict=True))
+        return grad_features, *[None] * (7 + ctx.params)
 
 
 class _Forward:
@@ -334,34 +366,46 @@ class _Backward:
         f = self.forward
         f.kernels.rotate_backward_(grads, embedded_grads, slots, f.layout.positions, step, *f.rotary, rotated)
 
-    def weight_grads(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """One product a weight, over the rows of all steps; in the order and dtype of `params`."""
-        f, layout, weights = self.forward, self.forward.layout, self.forward.weights
-        q_width, width = f.shape.q_width, f.features.shape[1]
-        stacked, rows = layout.stacked, layout.counts[0]
-        new = f.features.new_empty
-        joined = new((len(weights.state), 2 * width), dtype=f.exact)
+    def makers(self) -> tuple[Callable[[], Sequence[Tensor]], ...]:
+        """What makes the gradients of the weights in each group of `LATE`: a product over the rows of all steps."""
+        return self.norms_grads, self.out_grad, self.qkv_grads, self.down_grad, self.gate_up_grads
+
+    def norms_grads(self) -> list[Tensor]:
+        return [self.grad_norms[name] for name in ("hidden", "post", "final")]
+
+    def out_grad(self) -> list[Tensor]:
+        f = self.forward
+        out = f.features.new_empty(f.weights.out.shape, dtype=f.exact)
+        product_of_rows_(out, self.grad_middle, f.attended)
+        return [out]
+
+    def qkv_grads(self) -> list[Tensor]:
+        """Of q, k, v and of the norm of the embeddings, which scales one half of their columns."""
+        f, weights = self.forward, self.forward.weights
+        stacked, rows = f.layout.stacked, f.layout.counts[0]
+        q_width, kv_heads, width = f.shape.q_width, f.shape.kv_heads * f.shape.head_dim, f.features.shape[1]
+        joined = f.features.new_empty((len(weights.state), 2 * width), dtype=f.exact)
         product_of_rows_(joined[:q_width, width:], self.grad_qkv[:stacked, :q_width], f.entered[:stacked])
         product_of_rows_(joined[q_width:, width:], self.grad_qkv[rows:, q_width:], f.entered[rows:])
         unscaled = joined[:, :width]
         product_of_rows_(unscaled, self.grad_embedded.to(f.features.dtype), f.unit_embeddings)
         grad_input = f.kernels.scale_columns_(unscaled, weights.embed, weights.input)
-        if f.gate_up is not None and self.product is not None:
-            self.mlp_grads(f.gate_up, f.normed, self.grad_left, self.product)
+        return [*joined.split([q_width, kv_heads, kv_heads]), grad_input]
+
+    def down_grad(self) -> list[Tensor]:
+        if self.product is not None:
+            product_of_rows_(self.grad_down, self.grad_left, self.product)
         elif not self.begun:  # no row at all
-            self.grad_gate_up.zero_()
             self.grad_down.zero_()
-        out = new(params[3].shape, dtype=f.exact)
-        product_of_rows_(out, self.grad_middle, f.attended)
-        grads = [
-            *joined.split([len(p) for p in params[:3]]),
-            out,
-            *self.grad_gate_up.chunk(2),
-            self.grad_down,
-            grad_input,
-            *(self.grad_norms[name] for name in ("hidden", "post", "final")),
-        ]
-        return [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
+        return [self.grad_down]
+
+    def gate_up_grads(self) -> list[Tensor]:
+        f = self.forward
+        if f.gate_up is not None:
+            product_of_rows_(self.grad_gate_up, f.gate_up, f.normed)
+        elif not self.begun:
+            self.grad_gate_up.zero_()
+        return list(self.grad_gate_up.chunk(2))
 
 
 def product_of_rows_(into: Tensor, grads: Tensor, inputs: Tensor, accumulate: bool = False) -> None:

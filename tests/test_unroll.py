@@ -121,3 +121,26 @@ def test_t9_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients(tok
     step.loss.backward()
     assert step.loss == 0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_arrive_one_group_after_another_the_large_first(recompute: bool) -> None:
+    """So that ranks exchange one while the next is being made."""
+    drafter = make_drafter(make_shape(num_key_value_heads=2))
+    arrived: list[str] = []
+    for name, parameter in drafter.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name.split(".")[-2]))
+    fused_step(drafter, documents(drafter.shape), 3, recompute=recompute).loss.backward()
+    groups = [
+        {"lm_head"},
+        {"gate_proj", "up_proj"},
+        {"down_proj"},
+        {"q_proj", "k_proj", "v_proj", "input_layernorm"},
+        {"o_proj"},
+        {"hidden_norm", "post_attention_layernorm", "norm"},
+        {"fc"},
+    ]
+    for group in groups:
+        assert set(arrived[: len(group)]) == group
+        del arrived[: len(group)]
+    assert not arrived
