@@ -261,6 +261,14 @@ class RunsConfig:
 
 
 @dataclass
+class GcConfig:
+    """What `stage=gc` may delete."""
+
+    delete: bool = False
+    older_than_days: float = number(7.0, least=0)
+
+
+@dataclass
 class ReportConfig:
     """Which sweep or run `stage=report` shows."""
 
@@ -285,6 +293,7 @@ class Config:
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
     runs: RunsConfig = field(default_factory=RunsConfig)
+    gc: GcConfig = field(default_factory=GcConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     inputs: InputsConfig = field(default_factory=InputsConfig)
     output_dir: str = "outputs"
