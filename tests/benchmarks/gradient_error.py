@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ import torch
 
 from eagle3.fused_step import FusedStep
 from eagle3.loss import unroll_loss
+from tests.benchmarks.peer_process import PeerProcess
 from tests.benchmarks.peer_steps import relative_errors
 from tests.benchmarks.synthetic import build
-from tests.benchmarks.train_step import BOTH, DECAY, STEPS, Case, run_peer
+from tests.benchmarks.train_step import BOTH, DECAY, STEPS, Case
 
 CASE = Case("small", [1024])
 
@@ -65,12 +65,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
-    with ThreadPoolExecutor() as pool:
-        peers = {peer: pool.submit(run_peer, peer, CASE.shape, {"error": CASE}, True) for peer in BOTH}
-        found = {"ours": ours()}
-        found |= {peer: future.result()["error"] for peer, future in peers.items()}
-    result = {"what": "relative error of bf16 gradients", "shape": CASE.shape, "tokens": CASE.tokens, **found}
-    chosen.out.write_text(json.dumps({**result, "device": torch.cuda.get_device_name()}, indent=1) + "\n")
+    batches = {"error": (CASE.lengths, CASE.spans)}
+    peers = {peer: PeerProcess(peer, CASE.shape, STEPS, batches, errors=True) for peer in BOTH}
+    result: dict[str, Any] = {
+        "what": "relative error of bf16 gradients",
+        "shape": CASE.shape,
+        "tokens": CASE.tokens,
+        "device": torch.cuda.get_device_name(),
+        "ours": ours(),
+    }
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    for peer, process in peers.items():
+        result[peer] = process.results()["error"]
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
 
 

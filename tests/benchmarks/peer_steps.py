@@ -1,4 +1,4 @@
-"""Peers' EAGLE-3 training steps on the shapes of `synthetic`, each in a process of its own, started by `train_step`.
+"""Peers' EAGLE-3 training steps on the shapes of `synthetic`, each in a process of its own (`peer_process`).
 
 Their own classes, unpatched: SpecForge's OnlineEagle3Model with its strategy and optimizer, speculators'
 Eagle3DraftModel with its optimizer. Random states; documents are given by their lengths and supervised spans.
@@ -13,6 +13,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -242,24 +243,45 @@ def relative_errors(rounded: dict[str, torch.Tensor], exact: dict[str, torch.Ten
 
 
 def main() -> None:
-    """Reads a request from the command line; prints one line of JSON a batch."""
+    """Reads a request from the command line; prints one line of JSON a batch.
+
+    Before it times anything it compiles, says so with a line and waits for one: others may be timed meanwhile.
+    """
     request = json.loads(sys.argv[1])
     torch.manual_seed(0)
     batches = request["batches"]
     longest = max(max(batch["lengths"]) for batch in batches)
     peer: Peer = PEERS[request["peer"]](request["shape"], longest, request["steps"])
     name = f"{request['peer']} {version(request['peer'])}"
-    for batch in batches:
-        peer.load(batch["lengths"], batch["spans"])
-        if request["errors"]:
-            torch.backends.cuda.matmul.allow_tf32 = False
+
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+    if request["errors"]:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        for batch in batches:
+            torch.compiler.set_stance("default")
+            peer.load(batch["lengths"], batch["spans"])
             rounded = peer.gradients(exact=False)
             torch.compiler.set_stance("force_eager")
-            found: dict[str, Any] = relative_errors(rounded, peer.gradients(exact=True))
-        else:
-            found = time_steps(peer.step, steps=8, warmup=3)
-            found["tokens_per_s"] = round(1e3 * sum(batch["lengths"]) / found["median_ms"], 1)
-        print(json.dumps({"case": batch["case"], "peer": name, **found}), flush=True)
+            say({"case": batch["case"], "peer": name, **relative_errors(rounded, peer.gradients(exact=True))})
+        return
+    compiled = []
+    for batch in batches:
+        start = time.perf_counter()
+        peer.load(batch["lengths"], batch["spans"])
+        peer.step()
+        torch.cuda.synchronize()
+        compiled.append(time.perf_counter() - start)
+    torch.cuda.empty_cache()
+    say({"compiled": compiled})
+    if not sys.stdin.readline():
+        return
+    for batch, first in zip(batches, compiled, strict=True):
+        peer.load(batch["lengths"], batch["spans"])
+        found = time_steps(peer.step, steps=8, warmup=3) | {"first_step_s": round(first, 2)}
+        found["tokens_per_s"] = round(1e3 * sum(batch["lengths"]) / found["median_ms"], 1)
+        say({"case": batch["case"], "peer": name, **found})
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Whole training runs on GPUs: states on disk, data module, Lightning, DrafterTraining, on one or several devices.
 
+    python -m tests.benchmarks.train_run --out results.json --folder /tmp/states --variants plain muon
     python -m tests.benchmarks.train_run --out results.json --folder /tmp/states --devices 2 --strategy ddp
 
-Says tokens/s of all ranks, time a part, memory and the losses; with --synthetic also the same step on a batch that lies
-on the GPU already, so that the ratio is what reading, copying and Lightning cost. The states (random, as
-many bytes as real ones) are written once, at the first call.
+Says tokens/s of all ranks, time a part, memory and the losses of each variant of the recipe; with --synthetic also the
+same step on a batch that lies on the GPU already, so that the ratio is what reading, copying and Lightning cost. The
+states (random, as many bytes as real ones) are written once, at the first call. `deterministic` and runs on several
+devices need a process of their own. `--accelerator cpu --shape tiny --tokens 256` shows that a command works.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -35,6 +38,27 @@ from tests.benchmarks.timing import time_steps
 from tests.benchmarks.train_step import STEPS, Case, Ours
 
 LAYERS, FINAL = (2, 16, 29), 32
+# What each variant sets in the recipe.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpoint_activations": {"checkpoint_activations": True},
+    "muon": {"optimizer": "muon"},
+    "deterministic": {"deterministic": True},
+    # Gradients travel between ranks in bf16: half the bytes, and no longer one GPU's sums.
+    "bf16_gradients": {
+        "lightning": {
+            "_target_": "lightning.pytorch.Trainer",
+            "strategy": {
+                "_target_": "lightning.pytorch.strategies.DDPStrategy",
+                "gradient_as_bucket_view": True,
+                "ddp_comm_hook": {
+                    "_target_": "hydra.utils.get_method",
+                    "path": "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook",
+                },
+            },
+        }
+    },
+}
 
 
 def write_states(folder: Path, synthetic: Synthetic, documents: int, length: int, fraction: float) -> None:
@@ -63,7 +87,8 @@ def write_states(folder: Path, synthetic: Synthetic, documents: int, length: int
     plan = shards_at([0], [length] * documents, [sample.id for sample in samples])[0]
     with ShardWriter(states, Layout(hidden, "bfloat16", FINAL), plan, layers) as shard:
         for sample in samples:
-            random = torch.randn(len(layers), length, hidden, dtype=torch.bfloat16, device="cuda").cpu()
+            device = synthetic.drafter.embedding.device
+            random = torch.randn(len(layers), length, hidden, dtype=torch.bfloat16, device=device).cpu()
             shard.write(sample.id, dict(zip(layers, random, strict=True)))
         shard.close(samples, {"name": "none", "version": "0"})
     manifest = {"hidden_size": hidden, "dtype": "bfloat16", "final_id": FINAL, "layer_ids": layers}
@@ -71,15 +96,16 @@ def write_states(folder: Path, synthetic: Synthetic, documents: int, length: int
     (folder / "done").touch()
 
 
-def train(chosen: argparse.Namespace, synthetic: Synthetic, folder: Path) -> list[dict[str, float]]:
+def train(chosen: argparse.Namespace, variant: str, synthetic: Synthetic) -> list[dict[str, float]]:
     """Trains; returns what the log says, line by line."""
+    folder, gpu = chosen.folder, chosen.accelerator == "gpu"
     tokens, devices = chosen.tokens, chosen.devices
     hardware = HardwareConfig(
         name="benchmark",
-        accelerator="gpu",
+        accelerator=chosen.accelerator,
         devices=devices,
         training_strategy=chosen.strategy,
-        precision="bf16-mixed",
+        precision="bf16-mixed" if gpu else "32-true",
     )
     trainer = TrainerConfig(
         name="benchmark",
@@ -87,7 +113,7 @@ def train(chosen: argparse.Namespace, synthetic: Synthetic, folder: Path) -> lis
         max_steps=chosen.steps,
         log_every_steps=10,
         checkpoint_every_steps=chosen.steps + 1,
-        deterministic=chosen.deterministic,
+        **VARIANTS[variant],
     )
     cfg = Config(
         hardware=hardware, trainer=trainer, drafter=DrafterConfig(name="dense", losses={"soft_cross_entropy": 1.0})
@@ -106,7 +132,7 @@ def train(chosen: argparse.Namespace, synthetic: Synthetic, folder: Path) -> lis
         max_steps=chosen.steps,
         rank=int(os.environ.get("LOCAL_RANK", "0")),
         ranks=devices,
-        pin_memory=True,
+        pin_memory=gpu,
     )
     lines: list[dict[str, float]] = []
     weight = torch.empty_like(teacher.weight)  # back from the draft vocabulary's order
@@ -137,17 +163,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=["plain"])
     parser.add_argument("--synthetic", action="store_true", help="also time the step alone, on one device")
     chosen = parser.parse_args()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(rank)
-    synthetic = build(chosen.shape, chosen.tokens, "cuda")
+    gpu = chosen.accelerator == "gpu"
+    if gpu:
+        torch.cuda.set_device(rank)
+    synthetic = build(chosen.shape, chosen.tokens, "cuda" if gpu else "cpu")
     write_states(chosen.folder, synthetic, chosen.documents, chosen.tokens, chosen.fraction)
-    torch.cuda.reset_peak_memory_stats()
-    lines = train(chosen, synthetic, chosen.folder)
-    if rank:
-        return
+    for variant in chosen.variants:
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        result = said(chosen, variant, train(chosen, variant, synthetic))
+        if rank:
+            return
+        if chosen.synthetic:
+            result |= alone(chosen, result["tokens_per_s"])
+        with chosen.out.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(json.dumps(result), flush=True)
+
+
+def said(chosen: argparse.Namespace, variant: str, lines: list[dict[str, float]]) -> dict[str, Any]:
+    """The medians of a run's log, and all its losses."""
     settled = lines[2:]  # the first steps compile and fill the cache of pages
 
     def median(name: str) -> float:
@@ -155,23 +197,22 @@ def main() -> None:
 
     names = ["tokens_per_s", "supervised_rows_per_s", "mfu", "peak_memory_bytes"]
     names += [f"time/{part}_ms" for part in ("data", "forward", "backward", "optimizer")]
-    result: dict[str, Any] = {
+    return {
         **{name: getattr(chosen, name) for name in ("shape", "tokens", "steps", "devices", "strategy")},
-        "deterministic": chosen.deterministic,
-        "device": torch.cuda.get_device_name(),
-        **{name: median(name) for name in names},
+        "variant": variant,
+        "device": torch.cuda.get_device_name() if chosen.accelerator == "gpu" else "cpu",
+        **{name: median(name) for name in names if name in lines[0]},
         "losses": [round(line["loss"], 5) for line in lines],
         "grad_norms": [round(line["grad_norm"], 5) for line in lines],
     }
-    if chosen.synthetic:
-        del synthetic
-        ours = Ours(Case(chosen.shape, [chosen.tokens], chosen.fraction))
-        alone = time_steps(ours.step, steps=15, warmup=3)
-        result["synthetic"] = alone
-        result["ratio_to_synthetic"] = round(result["tokens_per_s"] / (1e3 * chosen.tokens / alone["unpaused_ms"]), 3)
-    with chosen.out.open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    print(json.dumps(result), flush=True)
+
+
+def alone(chosen: argparse.Namespace, tokens_per_s: float) -> dict[str, Any]:
+    """The same step on a batch on the GPU, and what of its speed the run keeps."""
+    ours = Ours(Case(chosen.shape, [chosen.tokens], chosen.fraction))
+    times = time_steps(ours.step, steps=15, warmup=3)
+    ratio = tokens_per_s / (1e3 * chosen.tokens / times["unpaused_ms"])
+    return {"synthetic": times, "ratio_to_synthetic": round(ratio, 3)}
 
 
 if __name__ == "__main__":

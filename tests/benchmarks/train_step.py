@@ -3,7 +3,8 @@
     python -m tests.benchmarks.train_step --out tests/benchmarks/results/train_step_h200.json [--cases llama8b_60 …]
 
 A step is everything between two batches: the teacher over the full vocabulary with its out-of-vocabulary test, unroll,
-loss, backward, clipping, AdamW on fp32 masters. MFU = needed FLOPs (`step_clock.needed_flops`) over time over the rate.
+loss, backward, clipping, AdamW on fp32 masters. Peers compile in processes of their own before anything is timed; while
+one is timed, the others wait. MFU = needed FLOPs (`step_clock.needed_flops`) over time over the rate.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,6 +24,7 @@ import torch
 from eagle3.fused_step import FusedStep
 from eagle3.optimizers import ClippedAdamW
 from eagle3.step_clock import matrix_rate, needed_flops
+from tests.benchmarks.peer_process import PeerProcess
 from tests.benchmarks.synthetic import build, turns
 from tests.benchmarks.timing import time_steps
 
@@ -161,19 +161,14 @@ def measure(found: dict[str, Any], case: Case, rate: float) -> None:
     torch.cuda.empty_cache()
 
 
-def run_peer(peer: str, shape: str, cases: dict[str, Case], errors: bool = False) -> dict[str, dict[str, Any]]:
-    """A peer's steps on batches of one shape, in a process of its own; by the cases' names."""
-    batches = [{"case": name, "lengths": list(case.lengths), "spans": case.spans} for name, case in cases.items()]
-    request = {"peer": peer, "shape": shape, "steps": STEPS, "batches": batches, "errors": errors}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.peer_steps", json.dumps(request)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
-        out, trouble = done.stdout, (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-    except subprocess.TimeoutExpired as error:
-        out, trouble = (error.stdout or b"").decode(), "took more than 270 s"
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    found: dict[str, dict[str, Any]] = {line.pop("case"): line for line in lines}
-    return {name: found.get(name, {"error": trouble}) for name in cases}
+def start_peers(names: Sequence[str], peers: Sequence[str]) -> dict[str, PeerProcess]:
+    """The peers that have a part in these cases, which share shape and lengths; they compile at once, side by side."""
+    started = {}
+    for peer in peers:
+        batches = {name: (CASES[name].lengths, CASES[name].spans) for name in names if peer in CASES[name].peers}
+        if batches:
+            started[peer] = PeerProcess(peer, CASES[names[0]].shape, STEPS, batches)
+    return started
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -197,26 +192,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def save() -> None:
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")
 
+    waves: dict[Any, list[str]] = {}
     for name in chosen.cases:
-        case = CASES[name]
-        found: dict[str, Any] = {"case": name, **dataclasses.asdict(case), "unroll_steps": STEPS}
-        result["cases"].append(found)
-        measure(found, case, rate)
-        save()
-        ours = found["ours"]
-        shown = ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")
-        say(f"{name}: { {key: ours[key] for key in shown if key in ours} }")
-    measured = {found["case"]: found for found in result["cases"]}
-    groups = {(peer, CASES[name].shape) for name in measured for peer in CASES[name].peers if peer in chosen.peers}
-    for peer, shape in sorted(groups):
-        cases = {name: CASES[name] for name in measured if CASES[name].shape == shape and peer in CASES[name].peers}
-        for name, theirs in run_peer(peer, shape, cases).items():
-            found = measured[name]
-            found[peer] = theirs
-            if "tokens_per_s" in theirs and "tokens_per_s" in found["ours"]:
-                found[f"ratio_to_{peer}"] = round(found["ours"]["tokens_per_s"] / theirs["tokens_per_s"], 3)
-            say(f"{name}: {peer} {theirs} ratio {found.get(f'ratio_to_{peer}')}")
-        save()
+        waves.setdefault((CASES[name].shape, tuple(CASES[name].lengths)), []).append(name)
+    for names in waves.values():
+        peers = start_peers(names, chosen.peers)
+        for process in peers.values():
+            process.ready()
+        measured: dict[str, dict[str, Any]] = {}
+        for name in names:
+            found = measured[name] = {"case": name, **dataclasses.asdict(CASES[name]), "unroll_steps": STEPS}
+            result["cases"].append(found)
+            measure(found, CASES[name], rate)
+            save()
+            ours = found["ours"]
+            shown = ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")
+            say(f"{name}: { {key: ours[key] for key in shown if key in ours} }")
+        for peer, process in peers.items():
+            for name, theirs in process.results().items():
+                found = measured[name]
+                found[peer] = theirs
+                if "tokens_per_s" in theirs and "tokens_per_s" in found["ours"]:
+                    found[f"ratio_to_{peer}"] = round(found["ours"]["tokens_per_s"] / theirs["tokens_per_s"], 3)
+                say(f"{name}: {peer} {theirs} ratio {found.get(f'ratio_to_{peer}')}")
+            save()
 
 
 if __name__ == "__main__":
