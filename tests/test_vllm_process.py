@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eagle3.engines.process_group import shared_memory
 from eagle3.engines.vllm_load import LoadWatch
 from eagle3.engines.vllm_process import EngineProcess, first_exception
 from eagle3.errors import EngineError
@@ -143,17 +144,21 @@ def test_closing_ends_all_that_the_engine_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", ["pass", "print('loading', flush=True); time.sleep(600)"])
 def test_the_engine_ends_when_we_are_gone(tmp_path: Path, load: str) -> None:
-    """A killed eagle3 leaves no engine on the GPU, nor one that loads for many minutes yet."""
-    process = start(tmp_path, load)
+    """A killed eagle3 leaves no engine on the GPU, nor one that loads for many minutes yet, nor shared memory."""
+    hold = "from multiprocessing.shared_memory import SharedMemory; self.m = SharedMemory(create=True, size=64); "
+    process = start(tmp_path, hold + load)
     if load == "pass":
         process.wait_ready(ignore)
     else:
         while "loading" not in process.log_text():
             time.sleep(0.1)
     host = psutil.Process(process._process.pid)
+    held = shared_memory(host.pid)
+    assert len(held) == 1
     process._connection.close()
     host.wait(timeout=10)
     process._process.wait()
+    assert not any(path.exists() for path in held)
 
 
 def test_a_wrong_backend_stops_the_load_early(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import importlib
 import multiprocessing
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -29,6 +28,8 @@ import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from eagle3.engines.process_group import kill_group
 
 GRACE_SECONDS = 5.0
 
@@ -45,7 +46,7 @@ def main() -> int:
         connection.send(("ready", vllm.__version__))
         serve(llm, connection)
     except EOFError:
-        os.killpg(0, signal.SIGKILL)
+        kill_group(os.getpgid(0))
     except BaseException as error:
         traceback.print_exc()  # into the engine's log
         connection.send(("failed", f"{type(error).__name__}: {str(error) or 'no message'}"))
@@ -58,7 +59,7 @@ def end_with_other_side(descriptor: int) -> None:
     gone = select.poll()
     gone.register(descriptor, select.POLLRDHUP)
     gone.poll()
-    os.killpg(0, signal.SIGKILL)
+    kill_group(os.getpgid(0))
 
 
 def report_death(connection: Connection) -> None:

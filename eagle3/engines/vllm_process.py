@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
+from eagle3.engines.process_group import kill_group
 from eagle3.errors import EngineError
 
 LAST_LINES = 15
@@ -112,8 +113,7 @@ class EngineProcess:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._connection.send(("close",))
                 self._process.wait(CLOSE_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
         self._connection.close()
 

@@ -1,0 +1,56 @@
+"""The end of an engine's process group, whatever state it is in (step 3 of the walk).
+
+vLLM's processes talk through shared memory that has a name in /dev/shm. One that is killed cannot take its names back,
+and each would keep hundreds of megabytes until the machine restarts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+# Python's shared memory and semaphores, and vLLM's own between the ranks of a CPU; never a checkpoint or states there.
+FOLDER, NAMES = Path("/dev/shm"), ("psm_*", "sem.mp-*", "vllm_dist_*")
+
+
+def kill_group(group: int) -> None:
+    """Kills every process of a group and removes the names of the shared memory that they hold.
+
+    Memory that other processes hold under other names stays. Does not return when the group is one's own.
+    """
+    for path in {path for process in _members(group) for path in shared_memory(process)}:
+        path.unlink(missing_ok=True)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def shared_memory(process: int) -> set[Path]:
+    """The shared memory that a process has mapped, by name; empty where there is no /proc, or for one that is gone.
+
+    Told by device and inode: a semaphore's creator has mapped it under a name that exists no more.
+    """
+    try:
+        lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    mapped: set[tuple[int, int]] = set()
+    for device, inode in (line.split()[3:5] for line in lines):
+        major, minor = device.split(":")
+        mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    found: set[Path] = set()
+    for path in (path for name in NAMES for path in FOLDER.glob(name)):
+        with suppress(OSError):
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in mapped:
+                found.add(path)
+    return found
+
+
+def _members(group: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(folder.name)) == group:
+                yield int(folder.name)
