@@ -1,7 +1,7 @@
 """What only some trackers can show: distributions, tables and artifacts (beside the walk).
 
-Each function takes a tracker's own object (a wandb run, a TensorBoard writer) and does nothing for one that has no such
-thing. `trackers` calls them in the tracker's thread.
+Each function takes a Lightning logger and does nothing for one whose tracker has no such thing. `trackers` calls them
+in the tracker's thread.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from numpy.typing import NDArray
 
 from eagle3.artifacts import MANIFEST, Artifact
+from eagle3.mlflow_runs import MlflowLogger
 
 BINS = 64
 STEP = "trainer/global_step"  # the axis that Lightning's WandbLogger gives to every metric
@@ -59,8 +60,9 @@ class Gradients(Callback):
         self.report(found, step)
 
 
-def log_histograms(experiment: Any, histograms: Mapping[str, Histogram], step: int) -> None:
+def log_histograms(logger: Any, histograms: Mapping[str, Histogram], step: int) -> None:
     """To W&B and TensorBoard."""
+    experiment = logger.experiment
     if _is_wandb(experiment):
         import wandb
 
@@ -82,8 +84,9 @@ def log_histograms(experiment: Any, histograms: Mapping[str, Histogram], step: i
             )
 
 
-def log_positions(experiment: Any, rates: Sequence[float], step: int) -> None:
+def log_positions(logger: Any, rates: Sequence[float], step: int) -> None:
     """To W&B, as a table and a line plot of it."""
+    experiment = logger.experiment
     if rates and _is_wandb(experiment):
         import wandb
 
@@ -94,11 +97,14 @@ def log_positions(experiment: Any, rates: Sequence[float], step: int) -> None:
         experiment.log({"acceptance_by_position": plot, STEP: step})
 
 
-def log_drafter(experiment: Any, drafter: Artifact, states: Artifact) -> None:
+def log_drafter(logger: Any, drafter: Artifact, states: Artifact) -> None:
     """To W&B: the drafter's folder without checkpoints, made from an artifact that holds the states' manifest.
 
-    Hidden states themselves stay where they are: their manifest says which they were.
+    Hidden states themselves stay where they are: their manifest says which they were. MLflow's logger has its own way.
     """
+    if isinstance(logger, MlflowLogger):
+        logger.log_drafter(drafter, states)
+    experiment = logger.experiment
     if not _is_wandb(experiment):
         return
     import wandb

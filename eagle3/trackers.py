@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from eagle3 import tracked
+from eagle3 import mlflow_runs, tracked
 from eagle3.artifacts import Artifact, write_json
 from eagle3.config import LoggerConfig, build, locate, root_cause
 from eagle3.records import read_json, sweep_of
@@ -113,15 +113,15 @@ class SafeLogger(Logger):
 
     def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
         """Hands distributions over to a tracker that shows them."""
-        self._do("log", lambda: tracked.log_histograms(self._logger.experiment, histograms, step))
+        self._do("log", lambda: tracked.log_histograms(self._logger, histograms, step))
 
     def log_positions(self, rates: Sequence[float], step: int) -> None:
         """Hands the acceptance at each position over to a tracker that draws tables."""
-        self._do("log", lambda: tracked.log_positions(self._logger.experiment, rates, step))
+        self._do("log", lambda: tracked.log_positions(self._logger, rates, step))
 
     def log_drafter(self, drafter: Artifact, states: Artifact) -> None:
         """Hands the trained drafter, and what it was trained on, over to a tracker that keeps artifacts."""
-        self._do("log", lambda: tracked.log_drafter(self._logger.experiment, drafter, states))
+        self._do("log", lambda: tracked.log_drafter(self._logger, drafter, states))
 
     def save(self) -> None:
         """Writes what is buffered."""
@@ -194,7 +194,7 @@ def build_trackers(cfg: LoggerConfig, folder: Path, config: dict[str, Any], iden
     trackers = []
     for label, node in cfg.loggers.items():
         target = locate(node, f"logger.loggers.{label}")
-        options = _options(cfg, label, target, folder, identity)
+        options = _options(cfg, label, target, folder, identity, config)
         given = {key: value for key, value in options.items() if key not in node}
         abandon = tracked.abandon_wandb if _is_wandb(target) else None
         tracker = SafeLogger(label, partial(build, node, f"logger.loggers.{label}", **given), abandon=abandon)
@@ -204,7 +204,12 @@ def build_trackers(cfg: LoggerConfig, folder: Path, config: dict[str, Any], iden
 
 
 def _options(
-    cfg: LoggerConfig, label: str, target: Callable[..., Any], folder: Path, identity: Identity
+    cfg: LoggerConfig,
+    label: str,
+    target: Callable[..., Any],
+    folder: Path,
+    identity: Identity,
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What we can tell a logger about this run, as far as it asks for it."""
     if _is_wandb(target):
@@ -220,6 +225,14 @@ def _options(
             "settings": {"console": "off"},
             # Offline there is no earlier part to ask for: `wandb sync` puts the parts of one id together.
             "resume": "allow" if mode == "online" else None,
+        }
+    if inspect.isclass(target) and issubclass(target, mlflow_runs.MlflowLogger):
+        return {
+            **mlflow_runs.store(cfg.mode, Path(config["output_dir"])),
+            "experiment_name": cfg.project,
+            "run_name": identity.name,
+            "training": identity.id,
+            "group": identity.group,
         }
     offered: dict[str, Any] = {"save_dir": str(folder), "name": label, "version": "", "flush_logs_every_n_steps": 1}
     offered |= {"experiment_name": cfg.project, "run_name": identity.name, "default_hp_metric": False}

@@ -57,7 +57,7 @@ def test_groups_offer_what_the_interface_promises() -> None:
         "layers": "eagle early middle late spread",
         "drafter": "dense",
         "trainer": "default",
-        "logger": "csv wandb tensorboard",
+        "logger": "csv wandb tensorboard mlflow",
         "stage": "prepare extract train export evaluate pipeline inspect vocab estimate runs adapters verify",
         "experiment": "demo smoke",
     }
