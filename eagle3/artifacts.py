@@ -126,14 +126,17 @@ class Artifacts:
         name = artifact_id(kind, identity)
         return Artifact(kind, name, self.root / kind / name, identity)
 
-    def resolve(self, kind: str, given: str | None, expected: Artifact, make: str) -> Artifact:
+    def resolve(
+        self, kind: str, given: str | None, expected: Artifact, make: str, field: str | None = None
+    ) -> Artifact:
         """The artifact to read: the id or folder that the user gave, else the one that the config leads to.
 
-        RequestError when it is absent, half-written, broken or of another kind; `make` is the command that makes it.
+        RequestError when it is absent, half-written, broken or of another kind; `make` is the command that makes it,
+        `field` where the user gave it (`inputs.KIND` unless said).
         """
         artifact, where = expected, kind
         if given is not None:
-            artifact, where = self._given(kind, given), f"inputs.{kind}={given}"
+            artifact, where = self._given(kind, given), f"{field or f'inputs.{kind}'}={given}"
         if artifact.complete:
             try:
                 manifest = artifact.manifest()
@@ -151,10 +154,18 @@ class Artifacts:
                 "same settings to finish it"
             )
         found = "a folder without a manifest" if artifact.folder.exists() else "nothing"
+        others = "" if given is None else self._newest(kind)
         raise RequestError(
-            f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact; run `{make}` "
+            f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact{others}; run `{make}` "
             "with the same settings"
         )
+
+    def _newest(self, kind: str) -> str:
+        """Which artifacts of a kind could have been meant, in words."""
+        manifests = sorted((self.root / kind).glob(f"*/{MANIFEST}"), key=lambda path: -path.stat().st_mtime)
+        names = [path.parent.name for path in manifests if not path.parent.suffix]
+        more = f" and {len(names) - 3} older ones" if len(names) > 3 else ""
+        return f" ({', '.join(names[:3])}{more} are there)" if names else " (none is there)"
 
     def _given(self, kind: str, given: str) -> Artifact:
         """A folder (a run folder's link to it, too), or an id, of which a beginning is enough when only one fits."""

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,6 +147,12 @@ class Target:
         The weights enter by size, header and samples of their bytes: a fine-tune of the same shape is another target.
         """
         return dict(self._fingerprint)
+
+    def differences(self, fingerprint: Mapping[str, Any]) -> str:
+        """How another fingerprint differs from this target's, key by key; empty when it does not."""
+        mine = self._fingerprint
+        keys = [key for key in sorted({*mine, *fingerprint}) if mine.get(key) != fingerprint.get(key)]
+        return ", ".join(f"{key} {fingerprint.get(key)!r} there, {mine.get(key)!r} here" for key in keys)
 
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:

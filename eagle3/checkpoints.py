@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from eagle3.artifacts import fsync_folder, write_json
-from eagle3.drafter import Eagle3Drafter, drafter_tensors, save_drafter
+from eagle3.drafter import drafter_tensors, save_drafter
 from eagle3.errors import RequestError, StoreError
 
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -129,6 +130,7 @@ class Checkpoints(Callback):
         self.folder, self.every, self.keep = folder, every, keep
         self.accumulate, self.validate_every = accumulate, validate_every
         self.best: dict[str, Any] | None = None
+        self._longer = False
         self.tokens = 0
         self.loss: float | None = None
 
@@ -136,6 +138,15 @@ class Checkpoints(Callback):
     def best_folder(self) -> Path | None:
         """The folder with the drafter of the best validation so far."""
         return None if self.best is None else self.folder / f"best-{self.best['step']:08d}"
+
+    def train_longer(self, best: dict[str, Any] | None, weights: Path, rank: int) -> None:
+        """Before the checkpoint of a shorter run is loaded: its `best`, whose weights rank 0 copies, is the first here.
+
+        None where its score was another measure: then the first validation of this run is the best so far.
+        """
+        self._longer, self.best = True, best
+        if best is not None and rank == 0:
+            self._place_best(lambda folder: Path(shutil.copy(weights, folder)))
 
     def state_dict(self) -> dict[str, Any]:
         """Goes into the checkpoint: the best so far, the tokens so far, the random generators."""
@@ -147,7 +158,9 @@ class Checkpoints(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up where the checkpoint was written."""
-        self.best, self.tokens, self.loss = state_dict["best"], state_dict["tokens"], state_dict["loss"]
+        self.tokens, self.loss = state_dict["tokens"], state_dict["loss"]
+        if not self._longer:
+            self.best = state_dict["best"]
         torch.set_rng_state(state_dict["random"])
         if torch.cuda.is_available() and "random_cuda" in state_dict:
             torch.cuda.set_rng_state_all(state_dict["random_cuda"])
@@ -176,7 +189,7 @@ class Checkpoints(Callback):
             drafter = getattr(pl_module, "drafter")  # noqa: B009
             tensors = drafter_tensors(drafter)  # on every rank, each may hold a part
             if trainer.is_global_zero:
-                self._save_best(drafter, tensors)
+                self._place_best(lambda folder: save_drafter(drafter, folder, tensors))
         if step % self.every == 0 or trainer.should_stop:
             self.save(trainer)
 
@@ -205,14 +218,14 @@ class Checkpoints(Callback):
         best = checkpoint.manifest.get("best")
         return None if best is None else self.folder / f"best-{best['step']:08d}"
 
-    def _save_best(self, drafter: Eagle3Drafter, tensors: dict[str, torch.Tensor]) -> None:
+    def _place_best(self, write: Callable[[Path], Path]) -> None:
+        """Fills the best drafter's folder, which has its name only when it is whole; `write` returns the file."""
         folder = self.best_folder
         assert folder is not None
         temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        path = save_drafter(drafter, temporary, tensors)
-        with open(path, "rb") as file:
+        with open(write(temporary), "rb") as file:
             os.fsync(file.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)

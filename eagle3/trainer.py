@@ -150,7 +150,7 @@ def peak_memory_bytes() -> int:
 
 @contextlib.contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Keeps Lightning's chatter off the terminal; its warnings stay, but for two that no user can act on."""
+    """Keeps Lightning's chatter off the terminal; its warnings stay, but for three that no user can act on."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -158,6 +158,8 @@ def quiet_lightning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        # On any machine of a SLURM cluster: a run that was not started by srun starts its ranks by itself.
+        warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -313,7 +314,8 @@ def test_training_longer_goes_on_from_the_last_step(
         trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}"))
     with pytest.raises(RequestError, match=r"trainer\.accumulate: found 2, expected 1"):
         trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}", "trainer.accumulate=2"))
-    with pytest.raises(RequestError, match=r"found nothing at .*deadbeef"):
+    words = rf"^trainer\.resume_from=deadbeef: found nothing at .*, expected a complete .* \({short.id} are there\)"
+    with pytest.raises(RequestError, match=words):
         trained(train_config(folder, tiny_target, "trainer.resume_from=deadbeef"))
     longer = ("trainer.max_steps=20", "trainer.lr=1e-3", f"trainer.resume_from={short.id}", recording(record))
     metrics, long, _ = trained(train_config(folder, tiny_target, *longer))
@@ -329,6 +331,39 @@ def test_training_longer_goes_on_from_the_last_step(
     assert 0 < lines[-1]["lr"] < lines[0]["lr"] < 1e-3
     steps = [int(s["step"]) for s in last_state(long)["optimizer_states"][0]["state"].values()]
     assert set(steps) == {20}
+
+
+def test_t13_longer_training_that_improves_nothing_keeps_the_best_of_the_shorter_run(
+    inputs: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """T13, at a rate that spoils the weights; over validation samples of another measure there is no best to keep."""
+    folder = copied(inputs, tmp_path)
+    before, short, _ = trained(train_config(folder, tiny_target))
+    spoiling = (f"trainer.resume_from={short.id}", "trainer.max_steps=14", "trainer.lr=10", "trainer.clip_norm=1e9")
+    after, long, _ = trained(train_config(folder, tiny_target, *spoiling))
+    assert after["steps"] == 14
+    for name in ("best_step", "simulated_acceptance_length", "validation"):
+        assert after[name] == before[name]
+    assert_same(load_file(long.folder / WEIGHTS), load_file(short.folder / WEIGHTS))
+    other, _, _ = trained(train_config(folder, tiny_target, *spoiling, "drafter.unroll_steps=2"))
+    assert other["best_step"] == 14
+
+
+def test_e13_training_on_from_a_drafter_of_another_target(
+    inputs: Path, tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E13: its optimizer state must not go on; its weights may, and it is said."""
+    folder = copied(inputs, tmp_path)
+    _, first, _ = trained(train_config(folder, tiny_target, "trainer.max_steps=2"))
+    manifest = json.loads((first.folder / "manifest.json").read_text())
+    manifest["target"]["quantization"] = "fp8"
+    (first.folder / "manifest.json").write_text(json.dumps(manifest))
+    differing = "was trained for another target.*quantization 'fp8' there, None here"
+    with pytest.raises(RequestError, match=rf"^trainer\.resume_from: .*{first.id} {differing}.*drafter\.warm_start"):
+        trained(train_config(folder, tiny_target, f"trainer.resume_from={first.id}"))
+    _, second, _ = trained(train_config(folder, tiny_target, f"drafter.warm_start={first.id}", "trainer.max_steps=1"))
+    assert re.search(rf"drafter\.warm_start: .*{first.id} {differing}", caplog.text)
+    assert second.manifest()["warm_start"] == first.id
 
 
 def test_t16_a_leftover_is_used_or_dropped_as_configured_and_it_is_said(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.decoding import Decoded
 from eagle3.drafter import DrafterShape, Eagle3Drafter, save_drafter
@@ -237,6 +238,26 @@ def test_e13_a_drafter_of_another_target_warns(cfg: Config, tmp_path: Path, capl
     with caplog.at_level(logging.WARNING, logger="eagle3"):
         run_stage("evaluate", cfg)
     assert "made for another target: quantization: fp8, None" in caplog.text
+
+
+def test_e13_a_drafter_is_exported_for_its_own_target_only(cfg: Config, tiny_target: Path, tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", tiny_target)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["target"] = {**open_target(cfg).fingerprint(), "quantization": "fp8"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match=r"another target than model\.path=.*: quantization 'fp8' there, None here"):
+        run_stage("export", change(cfg, "inputs", drafter=str(folder)))
+    assert not list(Path(cfg.output_dir).rglob("model.safetensors"))
+
+
+def test_s9_a_link_that_leads_nowhere_is_named_with_where_it_led(cfg: Config, tmp_path: Path) -> None:
+    """S9: also which artifacts are there; a run folder's links lead nowhere once an artifact is deleted."""
+    run_stage("export", cfg)
+    (exported,) = [path.parent for path in Path(cfg.output_dir).glob("artifacts/export/*/manifest.json")]
+    (tmp_path / "export").symlink_to(tmp_path / "gone")
+    words = rf"^inputs\.export={tmp_path}/export: found nothing at {tmp_path}/gone, .*\({exported.name} are there\)"
+    with pytest.raises(RequestError, match=words):
+        run_stage("evaluate", change(cfg, "inputs", export=str(tmp_path / "export")))
 
 
 def test_a_text_that_the_drafter_changed_fails_the_stage(cfg: Config) -> None:

@@ -14,6 +14,7 @@ from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import DrafterShape, load_drafter
 from eagle3.drafter_forms import SPECULATORS
+from eagle3.errors import RequestError
 from eagle3.export import export_drafter
 from eagle3.model_card import CARD, card_facts, model_card
 from eagle3.published import CONFIG
@@ -61,7 +62,8 @@ def check_config(cfg: Config) -> None:
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Exports, reads back, compares. Returns `folder` and `checks`."""
-    source = trained(cfg, run.artifacts)
+    source, target = trained(cfg, run.artifacts), open_target(cfg)
+    _check_target(source, target)
     artifact = _exported(cfg, run.artifacts, source)
     if artifact.complete:
         run.log.info("export: hit, %s is complete", artifact.folder)
@@ -72,7 +74,6 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         return {}
 
     run.read(source)
-    target = open_target(cfg)
     drafter = load_drafter(source.folder, target.embedding())
     dtype = _dtype(cfg, target)
     needed = target.shape.max_position_embeddings
@@ -113,6 +114,16 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     run.wrote(artifact)
     run.log.info("export: %s, logits equal before and after", artifact.folder)
     return metrics
+
+
+def _check_target(source: Artifact, target: Target) -> None:
+    """RequestError when the drafter was trained for another target, as whose drafter it would be written here."""
+    differing = target.differences(source.manifest().get("target", target.fingerprint()))
+    if differing:
+        raise RequestError(
+            f"{source.folder}: this drafter was trained for another target than model.path={target.model.path}: "
+            f"{differing}; give the model that it belongs to"
+        )
 
 
 def _exported(cfg: Config, artifacts: Artifacts, source: Artifact) -> Artifact:

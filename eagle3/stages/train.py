@@ -81,7 +81,7 @@ def _trained(artifacts: Artifacts, given: str, where: str) -> Artifact:
     folder = Path(given).expanduser().resolve()
     if where == "drafter.warm_start" and is_published(folder):
         return Artifact("drafter", Weights(folder).digest(), folder)
-    found = artifacts.resolve("drafter", given, Artifact("drafter", given, artifacts.root), MAKE)
+    found = artifacts.resolve("drafter", given, Artifact("drafter", given, artifacts.root), MAKE, where)
     if not (found.folder / WEIGHTS).is_file():
         raise RequestError(f"{where}: {found.folder} holds no {WEIGHTS}, expected a trained drafter; see stage=runs")
     return found
@@ -140,35 +140,51 @@ class _Job:
         run.read(prepared)
         self.prepared = Prepared.open(prepared.folder)
         self.store.verify(self.prepared)
+        self.origin = self._origin()
         self.previous = self._previous()
         self.scales: list[float] | None = None
         self.drafter, self.vocab = self._new_drafter()
         self.data = self._data()
         self.first_step = 0
 
+    def _origin(self) -> Artifact | None:
+        """The drafter that this one goes on from."""
+        given, longer = self.cfg.drafter.warm_start, self.cfg.trainer.resume_from
+        where = "drafter.warm_start" if longer is None else "trainer.resume_from"
+        if given is None and longer is None:
+            return None
+        origin = _trained(self.run.artifacts, str(given or longer), where)
+        # What others have published does not say which target it was trained for.
+        target = origin.manifest().get("target") if origin.complete else None
+        differing = "" if target is None else self.target.differences(target)
+        if differing and longer is not None:
+            raise RequestError(
+                f"{where}: {origin.folder} was trained for another target ({differing}), expected the same; configure "
+                "that one, or take only its weights with drafter.warm_start"
+            )
+        if differing:
+            self.run.log.warning("%s: %s was trained for another target: %s", where, origin.folder, differing)
+        return origin
+
     def _previous(self) -> Checkpoint | None:
         """The checkpoint of `trainer.resume_from`."""
         given = self.cfg.trainer.resume_from
-        if given is None:
+        if given is None or self.origin is None:
             return None
-        trained = _trained(self.run.artifacts, given, "trainer.resume_from")
-        checkpoint = checkpoint_to_resume(trained.folder, "trainer.resume_from")
+        checkpoint = checkpoint_to_resume(self.origin.folder, "trainer.resume_from")
         before, now = checkpoint.manifest["accumulate"], self.cfg.trainer.accumulate
         if before != now:
             raise RequestError(
                 f"trainer.accumulate: found {now}, expected {before}, with which trainer.resume_from={given} counted "
                 f"its steps; try trainer.accumulate={before}"
             )
-        self.run.read(trained)
+        self.run.read(self.origin)
         return checkpoint
 
     def _new_drafter(self) -> tuple[Eagle3Drafter, VocabMap]:
         cfg = self.cfg
-        if cfg.drafter.warm_start is not None or self.previous is not None:
-            given = cfg.drafter.warm_start or cfg.trainer.resume_from
-            where = "drafter.warm_start" if cfg.drafter.warm_start is not None else "trainer.resume_from"
-            trained = _trained(self.run.artifacts, str(given), where)
-            return warm_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, trained.folder)
+        if self.origin is not None:
+            return warm_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, self.origin.folder)
         self.scales = state_scales(self.store, self.layer_ids)
         return new_drafter(cfg.drafter, self.target, self.prepared, self.layer_ids, cfg.seed, self.scales)
 
@@ -287,6 +303,8 @@ class _Job:
                 "eagle3.training.DrafterTraining or a subclass; leave trainer.module as it is in conf/trainer"
             )
         self.first_step = 0 if start is None else start.step
+        if start is not None and start is self.previous:
+            self._train_longer(start, checkpoints)
         with self.run.progress(steps - self.first_step, "steps", "train") as advance:
             clock = Clock(advance)
             callbacks = [checkpoints, clock]
@@ -300,6 +318,13 @@ class _Job:
                     module, datamodule=self.data, ckpt_path=None if start is None else start.folder, weights_only=True
                 )
         return checkpoints, clock, module
+
+    def _train_longer(self, start: Checkpoint, checkpoints: Checkpoints) -> None:
+        """The shorter run's best drafter stays the one to beat where it was measured on the same samples and steps."""
+        assert self.origin is not None
+        before = self.origin.manifest()["identity"]
+        same = before["states"] == self.states.id and before["drafter"]["unroll_steps"] == self.cfg.drafter.unroll_steps
+        checkpoints.train_longer(start.manifest["best"] if same else None, self.origin.folder / WEIGHTS, self.run.rank)
 
     def _reporter(self, trackers: list[SafeLogger], checkpoints: Checkpoints) -> Any:
         """Takes metrics to the log, metrics.jsonl and the trackers, on the axis of optimizer steps."""
