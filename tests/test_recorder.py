@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3.engines.recorder import Recorder, share
+from eagle3.engines.recorder import Recorder, finite_rows, share
 from eagle3.engines.vllm_capture import ShardProgress, ShardWork
 from eagle3.errors import StoreError
 from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file
@@ -149,6 +149,15 @@ def test_a_state_that_is_not_finite_rejects_its_sample_alone(tmp_path: Path) -> 
     for layer in LAYERS:
         path = tmp_path / "shard-00000" / LAYOUT.file_name(layer)
         assert check_layer_file(path, LAYOUT, make_plan(samples), layer, checksums=True) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_with_any_number_that_is_not_finite_are_told(dtype: torch.dtype) -> None:
+    """The rest of the row may hold the largest numbers that states have (massive activations) and both infinities."""
+    states = torch.full((6, 7168), 6e4).to(dtype)
+    for row, spoilt in enumerate(([], [torch.inf], [-torch.inf], [torch.nan], [torch.inf, -torch.inf], [])):
+        states[row, 5 : 5 + len(spoilt)] = torch.tensor(spoilt, dtype=dtype)
+    assert finite_rows(states).tolist() == states.isfinite().all(-1).tolist() == [True, *[False] * 4, True]
 
 
 def test_missing_rows_are_never_accepted(tmp_path: Path) -> None:
