@@ -38,7 +38,7 @@ lint: setup-test
 test: lint
 	$(BIN)/python -m pytest
 
-# The real vLLM on the CPU, in an environment of its own: 3.5 GB, and at most 35 engine starts of half a minute.
+# The real vLLM on the CPU, in an environment of its own: 3.5 GB, and at most 25 engine starts of half a minute.
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
