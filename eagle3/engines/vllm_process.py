@@ -26,6 +26,8 @@ from eagle3.engines.process_group import kill_group
 from eagle3.errors import EngineError
 
 LAST_LINES = 15
+# The first line of an engine in its log; the arguments of `vllm.LLM` follow.
+STARTING = "eagle3: starting vllm_host for"
 CLOSE_SECONDS = 20.0
 # vLLM puts "(Worker_TP1 pid=17) ERROR 11-30 00:12:13 [core.py:100] " in front of each line.
 PREFIX = re.compile(r"^(\([^)]*pid=\d+\) *)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
@@ -48,6 +50,8 @@ class EngineProcess:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log, theirs:
             self._log_start = log.tell()
+            log.write(f"{STARTING} {dict(arguments)}\n".encode())
+            log.flush()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "eagle3.engines.vllm_host", str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": path, **environment},

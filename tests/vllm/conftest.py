@@ -1,11 +1,19 @@
-"""Everything here starts the real vLLM; without it the tests are skipped, with the reason."""
+"""Everything here starts the real vLLM; without it the tests are skipped, with the reason.
+
+The starts are counted, in whatever process, by the first line that each leaves in its log.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 
+from eagle3.engines.vllm_process import STARTING
+
+# Each takes half a minute; one more is one fewer for the next test.
+MOST_STARTS = 25
 MISSING = "vllm is not installed: `make test-vllm` sets up an environment that has it"
 
 
@@ -19,3 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
             if importlib.util.find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starts(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
+    """At the end, how many engines were started; more than MOST_STARTS are an error."""
+    yield
+    logs = tmp_path_factory.getbasetemp().rglob("engine.log")
+    count = sum(log.read_text(errors="replace").count(STARTING) for log in logs)
+    pytestconfig.get_terminal_writer().line(f"\nstarts of vllm: {count}, at most {MOST_STARTS}")
+    assert count <= MOST_STARTS, "share an engine, or raise what these tests may cost"

@@ -17,6 +17,7 @@ from eagle3.drafter import Eagle3Drafter
 
 PROMPTS = ([1, 40, 90, 17, 200, 31, 8, 120, 55], [1, 7, 9, 300, 22, 35], [5, 6, 7, 8, 100, 101, 102, 103, 104, 105])
 NEW_TOKENS = 48
+QUESTIONS = ["What is the capital of France?", "Write a story about a ship.", "one two three", "Who are you?"]
 
 
 @dataclass

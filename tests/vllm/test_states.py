@@ -1,20 +1,32 @@
-"""Every stored state is Hugging Face's and vLLM's own, whatever the batch, the split and the number of ranks."""
+"""Every stored state is Hugging Face's and vLLM's own, whatever the batch, the split and the number of ranks.
+
+An engine takes half a minute to start, so tests share two: one plain, one of two ranks that splits documents.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from eagle3.engines import Prompt
+from eagle3.capture import Capture
+from eagle3.engines import Prompt, open_engine
 from eagle3.engines.backends import log_backends
+from eagle3.engines.process_group import shared_memory
 from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_load import SHARDS
-from eagle3.errors import RequestError
+from eagle3.errors import EngineError, RequestError
+from eagle3.shards import Layout, data_start, plan_shards, read_rows
+from eagle3.tokens import Sample
 from tests.vllm.checkpoints import RECIPES
 from tests.vllm.engines import SPOILT, assert_same, captured, configured, hugging_face, make_samples, start
 
@@ -42,6 +54,34 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     with start("llama", llama, tmp_path_factory.mktemp("log") / "engine.log") as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def ranks(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """Tensor parallel, with batches of 64 tokens."""
+    log_file = tmp_path_factory.mktemp("log") / "engine.log"
+    with start("llama", llama, log_file, batch_tokens=64, tensor_parallel_size=2) as opened:
+        yield opened
+
+
+def planned(samples: Sequence[Sample], folder: Path, layer_ids: tuple[int, ...]) -> Capture:
+    """A capture of these samples into several small shards."""
+    layout = Layout(64, "float32", 6)
+    lengths = [len(sample.input_ids) for sample in samples]
+    row = len(layer_ids) * layout.row_bytes
+    plans = plan_shards(lengths, [sample.id for sample in samples], row, 300 * row, None, 60.0)
+    folder.mkdir(parents=True)
+    return Capture(folder, layout, tuple(plans), layer_ids, 512)
+
+
+def rows(capture: Capture) -> dict[str, torch.Tensor]:
+    """All stored rows by file."""
+    found: dict[str, torch.Tensor] = {}
+    for plan in capture.plans:
+        for k in capture.layer_ids:
+            path = capture.folder / plan.name / capture.layout.file_name(k)
+            found[f"{plan.name}/{k}"] = read_rows(path, capture.layout, data_start(path), 0, plan.tokens)
+    return found
 
 
 def test_states_are_hugging_faces_at_any_batch(engine: VllmEngine) -> None:
@@ -101,41 +141,115 @@ def test_what_is_loaded_is_told(engine: VllmEngine) -> None:
     assert info.details["backends"]["attention"] == "DENSE"
 
 
-def test_split_documents_are_put_together(llama: Path, tmp_path: Path) -> None:
+def test_the_store_is_the_one_that_transformers_writes(engine: VllmEngine, llama: Path, tmp_path: Path) -> None:
+    """E13 too: a sample whose states are not finite is rejected by both; one that is too long is left out."""
+    samples = make_samples([5, 90, 200, 33, 120, 7, 60, 250, 31, 14, 77, 100])
+    spoilt = make_samples([40], seed=9)[0]
+    spoilt.input_ids[20] = SPOILT
+    long = make_samples([300], seed=10)[0]
+    samples += [spoilt, long]
+    ids = (1, 3, 5, 6)
+    ours, theirs = planned(samples, tmp_path / "vllm", ids), planned(samples, tmp_path / "transformers", ids)
+    assert len(ours.plans) > 3
+    spoilt_plan = dataclasses.replace(ours, folder=tmp_path / "spoilt")
+    bad = [dataclasses.replace(sample, input_ids=np.full_like(sample.input_ids, SPOILT)) for sample in samples]
+    (tmp_path / "spoilt").mkdir()
+    with pytest.raises(EngineError, match=r"first 10 samples 10 have states that are not finite; nothing was stored"):
+        spoilt_plan.run(engine, bad, ours.missing(), 5, lambda tokens: None)
+    with pytest.raises(EngineError, match=r"took 256 bytes for a token at a layer, expected 128 as in the rehearsal"):
+        spoilt_plan.run(engine, samples, ours.missing(), 5, lambda tokens: None, 128.0)
+    assert list((tmp_path / "spoilt").iterdir()) == []
+    with pytest.raises(RequestError, match=r"found 7 in \[1, 7\], expected ids of 0 to 6"):
+        list(engine.capture(samples[:1], [1, 7]))
+    with pytest.raises(RequestError, match="repeats a layer"):
+        list(engine.capture(samples[:1], [1, 1]))
+    with pytest.raises(RequestError, match="expected ascending ids"):
+        list(engine.capture(samples[:1], [3, 1]))
+    seen: list[float] = []
+    count = ours.run(engine, samples, ours.missing(), 5, seen.append, 256.0)
+    report = engine.last_capture
+    assert count.rejected == Counter(non_finite=1, longer_than_engine=1)
+    assert sum(seen) == sum(len(sample.input_ids) for sample in samples)
+    assert not ours.missing()
+    assert [fault for plan in ours.plans for fault in ours.faults(plan)] == []
+    assert report["ranks"][0]["rows_written"] == sum(len(s.input_ids) for s in samples) - 300
+    cfg, target = configured("llama", llama)
+    cfg.hardware = dataclasses.replace(cfg.hardware, engine="transformers")
+    with open_engine(cfg, target) as other:
+        theirs.run(other, samples, theirs.missing(), 5, lambda tokens: None)
+    kept = {key for key, reason in ours.kept()[2].items() if reason != "longer_than_engine"}
+    assert kept == {spoilt.id}
+    found, expected = rows(ours), rows(theirs)
+    assert found.keys() == expected.keys()
+    for plan in ours.plans:
+        for start_row, length, sample_id in zip(plan.starts, plan.lengths, plan.sample_ids, strict=True):
+            if sample_id in (spoilt.id, long.id):
+                continue
+            for k in ids:
+                mine = found[f"{plan.name}/{k}"][start_row : start_row + length]
+                other_rows = expected[f"{plan.name}/{k}"][start_row : start_row + length]
+                assert (mine - other_rows).abs().max() <= 1e-5 * other_rows.abs().max()
+
+
+def test_split_documents_are_put_together(ranks: VllmEngine) -> None:
     """Chunked prefill: batches of 64 tokens, documents of up to 250, some with one beginning."""
     samples = make_samples([250, 3, 64, 65, 200, 10, 128, 1]) + make_samples([30, 90, 60], seed=5, shared=70)
-    with start("llama", llama, tmp_path / "engine.log", batch_tokens=64) as engine:
-        assert engine.ranks[0]["batch_tokens"] == 64
-        found = captured(engine, samples, range(7))
-        steps = engine.last_capture["ranks"][0]["steps"]
-        expected = hugging_face(engine.target, samples)
+    assert ranks.ranks[0]["batch_tokens"] == 64
+    found = captured(ranks, samples, range(7))
+    steps = ranks.last_capture["ranks"][0]["steps"]
     assert steps >= sum(len(sample.input_ids) for sample in samples) / 64
-    assert_same(found, expected, samples)
+    assert_same(found, hugging_face(ranks.target, samples), samples)
 
 
-def test_two_ranks_share_the_writing(llama: Path, tmp_path: Path) -> None:
+def test_two_ranks_share_the_writing(ranks: VllmEngine, tmp_path: Path) -> None:
     """Tensor parallel: each rank writes a part, the other one in a second pass; both are Hugging Face's."""
     from eagle3.engines.vllm_capture import ShardWork
-    from eagle3.shards import Layout, ShardPlan, ShardWriter
+    from eagle3.shards import ShardPlan, ShardWriter
 
     samples = make_samples(LENGTHS)
     lengths = tuple(len(sample.input_ids) for sample in samples)
     plan = ShardPlan(0, tuple(range(8)), tuple(sample.id for sample in samples), lengths)
     layout, ids = Layout(64, "float32", 6), [1, 3, 6]
-    with start("llama", llama, tmp_path / "engine.log", tensor_parallel_size=2) as engine:
-        expected = hugging_face(engine.target, samples)
-        for rotation in (0, 1):
-            with ShardWriter(tmp_path / str(rotation), layout, plan, ids) as writer:
-                list(engine.capture_shards([ShardWork(writer, samples)], ids, layout, rotation=rotation))
-                found = {
-                    sample.id: {k: writer.files[k].read(start, len(sample.input_ids)) for k in ids}
-                    for sample, start in zip(samples, plan.starts, strict=True)
-                }
-                writer.close(samples, {"name": "vllm"})
-            assert_same(found, expected, samples)
-            written = [rank["bytes"] for rank in engine.last_capture["ranks"]]
-            assert sum(written) == plan.tokens * 64 * 4 * 3
-            assert min(written) > 0.45 * sum(written)
+    expected = hugging_face(ranks.target, samples)
+    for rotation in (0, 1):
+        with ShardWriter(tmp_path / str(rotation), layout, plan, ids) as writer:
+            list(ranks.capture_shards([ShardWork(writer, samples)], ids, layout, rotation=rotation))
+            found = {
+                sample.id: {k: writer.files[k].read(start, len(sample.input_ids)) for k in ids}
+                for sample, start in zip(samples, plan.starts, strict=True)
+            }
+            writer.close(samples, {"name": "vllm"})
+        assert_same(found, expected, samples)
+        written = [rank["bytes"] for rank in ranks.last_capture["ranks"]]
+        assert sum(written) == plan.tokens * 64 * 4 * 3
+        assert min(written) > 0.45 * sum(written)
+
+
+def test_a_killed_worker_is_reported_within_seconds(ranks: VllmEngine, tmp_path: Path) -> None:
+    """Mid-batch, one of two; nothing is left, neither running nor in shared memory. The last test with these ranks."""
+    samples = make_samples([200] * 400)
+    capture = planned(samples, tmp_path / "states", (1, 6))
+    host = psutil.Process(ranks._process._process.pid)
+    processes = [host, *host.children(recursive=True)]
+    worker = next(child for child in processes if "Worker" in " ".join(child.cmdline()))
+    held = {path for process in processes for path in shared_memory(process.pid)}
+    assert held
+    died: list[float] = []
+
+    def kill() -> None:
+        died.append(time.monotonic())
+        worker.kill()
+
+    threading.Timer(1.0, kill).start()
+    with pytest.raises(EngineError) as caught:
+        capture.run(ranks, samples, capture.missing(), 0, lambda tokens: None)
+    assert time.monotonic() - died[0] < 15
+    assert "last lines of" in str(caught.value)
+    ranks.close()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+    assert not any(path.exists() for path in held)
+    assert all((path / "index.safetensors").is_file() for path in capture.folder.glob("shard-?????"))
 
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2", "kimi_k25", "llama_4_scaling"]
