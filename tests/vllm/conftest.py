@@ -14,6 +14,7 @@ from eagle3.engines.vllm_process import STARTING
 
 # Each takes half a minute; one more is one fewer for the next test.
 MOST_STARTS = 25
+STARTS = pytest.StashKey[int]()
 MISSING = "vllm is not installed: `make test-vllm` sets up an environment that has it"
 
 
@@ -31,9 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def starts(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
-    """At the end, how many engines were started; more than MOST_STARTS are an error."""
+    """Counts at the end; more than MOST_STARTS are an error."""
     yield
     logs = tmp_path_factory.getbasetemp().rglob("engine.log")
     count = sum(log.read_text(errors="replace").count(STARTING) for log in logs)
-    pytestconfig.get_terminal_writer().line(f"\nstarts of vllm: {count}, at most {MOST_STARTS}")
-    assert count <= MOST_STARTS, "share an engine, or raise what these tests may cost"
+    pytestconfig.stash[STARTS] = count
+    assert count <= MOST_STARTS, f"{count} starts of vllm, expected at most {MOST_STARTS}: let tests share an engine"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says how many engines were started."""
+    if STARTS in config.stash:
+        terminalreporter.write_line(f"starts of vllm: {config.stash[STARTS]}, at most {MOST_STARTS}")
