@@ -44,11 +44,14 @@ class PeerProcess:
         self._lines.put(None)
 
     def _next(self) -> dict[str, Any] | None:
+        line = None
         try:
-            return self._lines.get(timeout=WAIT_S)
+            line = self._lines.get(timeout=WAIT_S)
         except Empty:
             self._process.kill()
-            return None
+        if line is None:
+            self._lines.put(None)  # for whoever asks again
+        return line
 
     def ready(self) -> bool:
         """Waits until everything is compiled; False when it never will be."""

@@ -178,9 +178,10 @@ def main() -> None:
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        result = said(chosen, variant, train(chosen, variant, synthetic))
+        lines = train(chosen, variant, synthetic)
         if rank:
             return
+        result = said(chosen, variant, lines)
         if chosen.synthetic:
             result |= alone(chosen, result["tokens_per_s"])
         with chosen.out.open("a") as file:
