@@ -11,7 +11,6 @@ import pytest
 
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, ModelConfig
-from eagle3.engines.vllm_capture import memory_bytes
 from eagle3.errors import RequestError
 from eagle3.memory import Footprint, key_value_bytes, weight_bytes
 from eagle3.rehearsal import rehearsal_samples, shrunken_checkpoint
@@ -83,12 +82,6 @@ def test_any_number_of_layers_may_stand_in_for_the_target(kimi: Any, tmp_path: P
         words = rf"rehearse.layers: found {layers}, expected 3 \(every kind of layer, and 4 states\) to 61"
         with pytest.raises(RequestError, match=words):
             shrunken_checkpoint(kimi, captured=4, folder=tmp_path / str(layers), layers=layers)
-
-
-def test_the_memory_that_was_needed_leaves_out_the_spare_room_for_keys_and_values() -> None:
-    ranks = [{"device_bytes": 100, "key_value_bytes": 30}, {"device_bytes": 104, "key_value_bytes": 30}]
-    assert memory_bytes({"ranks": ranks}, key_values=5) == 79
-    assert memory_bytes({"ranks": [{"device_bytes": 0, "key_value_bytes": 30}]}, key_values=5) == 0
 
 
 def test_more_states_take_more_layers(kimi: Any, tmp_path: Path) -> None:

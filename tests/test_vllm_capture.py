@@ -1,0 +1,30 @@
+"""What a capture by vLLM reports of its time and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagle3.engines.vllm_capture import WRITERS, memory_bytes, throughput
+
+
+def rank(**numbers: float) -> dict[str, Any]:
+    found = {"bytes": 600, "rows_written": 100, "model_s": 8.0, "copy_s": 1.0, "wait_s": 0.5, "write_s": 2.0}
+    memory = {"ring_bytes": 30, "working_bytes": 40, "device_bytes": 100, "key_value_bytes": 30}
+    return {**found, **memory, **numbers}
+
+
+def test_shares_are_of_the_seconds_and_rates_of_all_ranks() -> None:
+    ranks = [rank(), rank(bytes=200, model_s=6.0, write_s=6.0, working_bytes=50)]
+    found = throughput({"seconds": 10.0, "ranks": ranks}, forecast_tokens_per_s=20.0)
+    assert (found["tokens_per_s"], found["bytes_per_s"], found["of_forecast"]) == (10.0, 80, 0.5)
+    assert (found["model_share"], found["copy_share"], found["wait_share"]) == (0.7, 0.1, 0.05)
+    assert found["write_share"] == pytest.approx(0.4 / WRITERS)
+    assert found["written_share"] == [0.75, 0.25]
+    assert (found["ring_bytes"], found["working_bytes"]) == (30, 50)
+
+
+def test_the_memory_that_was_needed_leaves_out_the_spare_room_for_keys_and_values() -> None:
+    assert memory_bytes({"ranks": [rank(), rank(device_bytes=104)]}, key_values=5) == 79
+    assert memory_bytes({"ranks": [rank(device_bytes=0)]}, key_values=5) == 0
