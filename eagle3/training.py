@@ -40,6 +40,8 @@ from eagle3.trainer import peak_memory_bytes
 log = logging.getLogger("eagle3")
 
 ROWS, LOSS, HITS, OOV, PATH_ROWS, PATH_HITS = range(6)
+# Optimizer steps within which some row has to have a loss.
+FIRST_STEPS = 10
 
 
 def learning_rate_factor(step: int, steps: int, warmup_ratio: float, min_lr_ratio: float) -> float:
@@ -180,6 +182,7 @@ class DrafterTraining(LightningModule):
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.lr * factor
         self._tally = Tally(self.settings.unroll_steps, self.device)
+        self._learns, self._judged_at = False, self.global_step + FIRST_STEPS
         self._clock = StepClock(self.device)
         self._rate = matrix_rate(self.device) if self.device.type == "cuda" else None
 
@@ -249,7 +252,18 @@ class DrafterTraining(LightningModule):
         metrics |= self._clock.read(self._rate, self.trainer.world_size)
         metrics |= {"grad_norm": self.grad_norm, "lr": rate, "peak_memory_bytes": peak_memory_bytes()}
         self.report(step, metrics, "train")
+        self._check_learning(step, metrics["oov_fraction"])
         self._tally = Tally(self.settings.unroll_steps, self.device)
+
+    def _check_learning(self, step: int, oov_fraction: float) -> None:
+        """StageFailed when no row so far had a loss: training would go on at a loss of 0 and learn nothing."""
+        self._learns = self._learns or self.settings.oov == "keep" or oov_fraction < 1
+        if not self._learns and (step >= self._judged_at or step == self.steps):
+            raise StageFailed(
+                f"drafter.oov=mask: up to step {step} no supervised row had a loss, since the target's own choice lies "
+                f"outside the draft vocabulary of {self.drafter.shape.draft_vocab_size:,} tokens in each; look at it "
+                "with `eagle3 stage=vocab`, raise drafter.draft_vocab_size, or start without drafter.warm_start"
+            )
 
     def _steps_here(self, batch_idx: int) -> bool:
         accumulate = self.trainer.accumulate_grad_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from eagle3.batches import pack
 from eagle3.blueprint import new_drafter, state_scales
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, DrafterConfig, TrainerConfig
-from eagle3.drafter import load_drafter
-from eagle3.errors import StageFailed
+from eagle3.drafter import WEIGHTS, load_drafter
+from eagle3.errors import RequestError, StageFailed
 from eagle3.loss import UnrollLoss
 from eagle3.runs import Artifact, Artifacts
 from eagle3.slots import spans
@@ -26,8 +29,10 @@ from eagle3.stages import extract, train
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.training import DrafterTraining, Tally, learning_rate_factor
+from eagle3.vocab import build_vocab
 from tests.drafters import Teacher, make_document, make_drafter, make_shape
-from tests.trained import copied, make_inputs, recorded, train_config, trained
+from tests.stages import run_stage
+from tests.trained import copied, make_inputs, recorded, train_config, trained, write_prompts
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +80,10 @@ def test_t6_schedule_moves_with_optimizer_steps(inputs: Path, tiny_target: Path,
         steps = [line["step"] for line in logged]
         assert steps == sorted(steps) == [2, 4, 4, 6, 6]
         assert [line["step"] for line in logged if "validation/loss" in line] == [4, 6]
+        with open(run.folder / "csv" / "metrics.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == steps
+        assert [int(row["step"]) for row in rows if row["validation/loss"]] == [4, 6]
         for line in logged:
             if "train/lr" in line:
                 assert line["train/lr"] == pytest.approx(rates[accumulate][line["step"] - 1])
@@ -239,7 +248,9 @@ def test_v4_simulated_acceptance_is_that_of_real_drafting(inputs: Path, tiny_tar
 def test_t12_warm_start_keeps_the_vocabulary_and_what_was_learned(
     inputs: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
-    """T12: trained on, the map is bit-equal, and the first validation finds what the last one of before found."""
+    """T12: trained on, the map is bit-equal, and the first validation finds what the last one of before found.
+
+    With new data the map stays, though these data would make another; another size means training afresh."""
     folder = copied(inputs, tmp_path)
     before, first, _ = trained(train_config(folder, tiny_target))
     overrides = (f"drafter.warm_start={first.id}", "trainer.lr=1e-12", "trainer.max_steps=1", "seed=5")
@@ -254,9 +265,54 @@ def test_t12_warm_start_keeps_the_vocabulary_and_what_was_learned(
         assert after["validation"][name] == pytest.approx(value, abs=1e-4), name
     assert second.manifest()["warm_start"] == first.id
 
+    other = tmp_path / "other"
+    other.mkdir()
+    write_prompts(other / "rows.jsonl", 12, seed=9)
+    words = ("drafter.draft_vocab_size=60", "trainer.max_steps=1", "dataset.validation_samples=0")
+    _, reduced, _ = trained(train_config(folder, tiny_target, *words[:2]))
+    cfg = train_config(other, tiny_target, *words, f"drafter.warm_start={reduced.folder}")
+    for stage in ("prepare", "extract"):
+        run_stage(stage, cfg)
+    _, third, _ = trained(cfg)
+    prepared, _, _ = opened(cfg)
+    own = build_vocab(prepared.token_counts(), 60, 400, prepared.special_ids, prepared.tokenizer_hash)
+    kept = load_file(third.folder / WEIGHTS)["d2t"]
+    assert torch.equal(kept, load_file(reduced.folder / WEIGHTS)["d2t"])
+    assert not torch.equal(kept, own.d2t)
+    cfg.drafter.draft_vocab_size = 50
+    with pytest.raises(RequestError, match=r"drafter\.draft_vocab_size: found 50, expected 60.*is kept"):
+        trained(cfg)
+
 
 def states_of(drafter: Artifact) -> str:
     return str(drafter.folder.parents[1] / "states" / drafter.manifest()["identity"]["states"])
+
+
+def test_t3_rows_that_never_have_a_loss_stop_training(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """T3: a vocabulary, here another drafter's, of tokens that the target never chooses."""
+    folder = copied(inputs, tmp_path)
+    words = ("drafter.draft_vocab_size=60", "trainer.log_every_steps=4")
+    cfg = train_config(folder, tiny_target, *words, "trainer.max_steps=1")
+    _, first, _ = trained(cfg)
+    _, store, target = opened(cfg)
+    chosen = [
+        target.teacher_head()(store.read(sample_id, (6,))[6].float()).argmax(-1) for sample_id in store.sample_ids
+    ]
+    t2d = torch.ones(400, dtype=torch.bool)
+    t2d[torch.cat(chosen)] = False
+    t2d[t2d.nonzero()[60:]] = False
+    tensors = load_file(first.folder / WEIGHTS)
+    with safe_open(first.folder / WEIGHTS, "pt") as file:
+        metadata = file.metadata()
+    vocabulary = {"t2d": t2d, "d2t": t2d.nonzero()[:, 0] - torch.arange(60)}
+    save_file({**tensors, **vocabulary}, first.folder / WEIGHTS, metadata)
+    warm = (*words, f"drafter.warm_start={first.id}", f"inputs.states={states_of(first)}")
+    with pytest.raises(
+        StageFailed, match=r"^drafter\.oov=mask: up to step 12 no supervised row had a loss.*stage=vocab"
+    ):
+        trained(train_config(folder, tiny_target, *warm, "trainer.max_steps=50"))
+    metrics, _, _ = trained(train_config(folder, tiny_target, *warm, "trainer.max_steps=12", "drafter.oov=keep"))
+    assert metrics["loss"] > 0
 
 
 def test_profile_leaves_a_timeline_and_a_table(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
