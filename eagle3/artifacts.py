@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from typing import Any
 from eagle3.errors import RequestError, StoreError
 
 MANIFEST = "manifest.json"
+# How often a process looks whether another one is done.
+POLL_S = 1.0
 log = logging.getLogger("eagle3")
 
 
@@ -177,13 +180,22 @@ class Artifacts:
         return Artifact(kind, folder.name, folder)
 
     @contextmanager
-    def lock(self, artifact: Artifact) -> Iterator[None]:
-        """Holds the artifact against other processes; RequestError at once when another one holds it."""
-        self._acquire(artifact)
+    def lock(self, artifact: Artifact, wait: bool = False) -> Iterator[None]:
+        """Holds the artifact against other processes. When one holds it: waits for it, or RequestError at once."""
+        self._acquire(artifact, wait)
         try:
             yield
         finally:
             self.release(artifact)
+
+    def claim(self, artifact: Artifact) -> bool:
+        """Takes the artifact for `begin`, after whoever makes it now. False (and no lock) when it is complete then."""
+        if self.attached:
+            return True
+        self._acquire(artifact, wait=True)
+        if artifact.complete:
+            self.release(artifact)
+        return not artifact.complete
 
     def begin(self, artifact: Artifact, resume: bool = False) -> Path:
         """The folder to work in, locked against other processes until `commit`; emptied unless `resume`."""
@@ -245,13 +257,30 @@ class Artifacts:
         }
         return {**made, **self.context, "identity": artifact.identity, **manifest}
 
-    def _acquire(self, artifact: Artifact) -> None:
-        if artifact.folder not in self._locks:
-            self._locks[artifact.folder] = take_lock(_lock_path(artifact), str(artifact.partial))
+    def _acquire(self, artifact: Artifact, wait: bool = False) -> None:
+        said = False
+        while artifact.folder not in self._locks:
+            try:
+                self._locks[artifact.folder] = take_lock(_lock_path(artifact), str(artifact.partial))
+            except Held as held:
+                if not wait:
+                    raise
+                if not said:
+                    log.info("%s: is being made by %s; waiting for it", artifact.partial, held.owner)
+                said = True
+                time.sleep(POLL_S)
+
+
+class Held(RequestError):
+    """Another process, `owner`, holds what this one wants."""
+
+    def __init__(self, what: str, owner: str) -> None:
+        super().__init__(f"{what}: is being made by {owner}; wait for it, or stop it and run again")
+        self.owner = owner
 
 
 def take_lock(path: Path, what: str) -> int:
-    """Locks `path` for this process and returns the open handle; RequestError at once when another process has it.
+    """Locks `path` for this process and returns the open handle; Held at once when another process has it.
 
     The kernel drops an flock when its owner dies, so a dead owner's lock is free.
     """
@@ -263,7 +292,7 @@ def take_lock(path: Path, what: str) -> int:
         except BlockingIOError:
             owner = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
-            raise RequestError(f"{what}: is being made by {owner}; wait for it, or stop it and run again") from None
+            raise Held(what, owner) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 os.close(handle)

@@ -67,6 +67,7 @@ class SweepLauncher(Launcher):
         finally:
             summary.write(self.folder, self.index)
             drop_lock(lock, handle)
+        self._check_failure_rate(jobs)
         return [self._returned(job) for job in jobs]
 
     def _work(self, jobs: list[Job], first: int) -> None:
@@ -107,6 +108,7 @@ class SweepLauncher(Launcher):
                 "hydra.sweeper.direction: found minimize, expected maximize: what a job returns is its acceptance "
                 "length; add hydra.sweeper.direction=maximize"
             )
+        self._check_tasks()
         jobs, faults = [], []
         for name, overrides in zip(job_names(job_overrides, self._typed()), job_overrides, strict=True):
             try:
@@ -118,6 +120,15 @@ class SweepLauncher(Launcher):
         if faults:
             raise RequestError("\n  ".join([f"no job was started, {len(faults)} are wrong:", *faults]))
         return jobs
+
+    def _check_tasks(self) -> None:
+        settings = self.config.hydra.launcher
+        for field in ("nodes", "tasks_per_node"):
+            if (found := settings.get(field, 1)) > 1:
+                raise RequestError(
+                    f"hydra.launcher.{field}: found {found}, expected 1: a job is one process on one machine, which "
+                    "starts the ranks of its training itself; leave it out and set hardware.devices"
+                )
 
     def _job(self, name: str, overrides: Sequence[str]) -> Job:
         node = self.context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -161,6 +172,19 @@ class SweepLauncher(Launcher):
                     )
             self._captured.add(request)
 
+    def _check_failure_rate(self, jobs: Sequence[Job]) -> None:
+        """Ends a search, by SearchEnded, when too many jobs of a batch failed. The default of Optuna's sweeper, 0.0,
+        does not count: a failing job stops no other unless somebody asks for it."""
+        limit = self.config.hydra.sweeper.get("max_failure_rate")
+        typed = any("hydra.sweeper.max_failure_rate=" in word for word in self.config.hydra.overrides.hydra)
+        failed = sum(not ended_well(self.folder / job.name) for job in jobs)
+        if limit is not None and (limit or typed) and failed / len(jobs) > limit:
+            self._say(
+                f"hydra.sweeper.max_failure_rate: {failed} of the last {len(jobs)} jobs failed, more than {limit:g} of "
+                "them; the search ends here"
+            )
+            raise SearchEnded
+
     def _returned(self, job: Job) -> JobReturn:
         record = Record(self.folder / job.name)
         returned = JobReturn(overrides=list(job.overrides), working_dir=str(record.folder))
@@ -200,6 +224,10 @@ class ForeignLauncher(SweepLauncher):
             self.launcher.launch(overrides, first)
         except Exception as error:  # a worker that was lost, say; what the jobs left tells which of them failed
             self._say(f"warning: {type(self.launcher).__name__}: {type(error).__name__}: {error}")
+
+
+class SearchEnded(Exception):
+    """Too many jobs of a search failed; `conclude` tells which."""
 
 
 def conclude() -> None:

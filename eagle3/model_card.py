@@ -118,15 +118,16 @@ def add_measurement(
 
     Does nothing for a folder that was not exported here.
     """
-    if not artifact.complete or "card" not in (manifest := artifact.manifest()):
+    if not artifact.complete or "card" not in artifact.manifest():
         return
     kept = {name: {part: found[part] for part in ("prompts", "acceptance_length")} for name, found in sets.items()}
     entry = {"engine": engine, "k": k, "temperature": temperature, "sets": kept}
     same = ("engine", "k", "temperature")
-    others = [old for old in manifest.get("measured", []) if any(old[key] != entry[key] for key in same)]
-    measured = sorted([*others, entry], key=lambda each: (each["engine"], each["k"], each["temperature"]))
-    if measured == manifest.get("measured"):
-        return
-    changed = {**manifest, "measured": measured}
-    (artifact.folder / CARD).write_text(model_card(changed, artifact.folder), encoding="utf-8")
-    artifacts.amend(artifact, changed)
+    with artifacts.lock(artifact, wait=True):  # another process may be measuring it too
+        manifest = artifact.manifest()
+        others = [old for old in manifest.get("measured", []) if any(old[key] != entry[key] for key in same)]
+        measured = sorted([*others, entry], key=lambda each: (each["engine"], each["k"], each["temperature"]))
+        if measured != manifest.get("measured"):
+            changed = {**manifest, "measured": measured}
+            (artifact.folder / CARD).write_text(model_card(changed, artifact.folder), encoding="utf-8")
+            artifacts.amend(artifact, changed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 import time
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -52,7 +54,7 @@ def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], logg
         "strategy": strategy_named(cfg.hardware.training_strategy),
         "precision": cfg.hardware.precision,
         "deterministic": cfg.trainer.deterministic,
-        "plugins": [AtomicCheckpointIO()],
+        "plugins": [AtomicCheckpointIO(), *_environment()],
     }
     return build(
         node,
@@ -73,6 +75,12 @@ def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], logg
         logger=list(loggers) or False,
         callbacks=[*callbacks, StepProfile(folder)] if cfg.trainer.profile else list(callbacks),
     )
+
+
+def _environment() -> list[ClusterEnvironment]:
+    """In a SLURM job of one task (submitit's, say) Lightning has to start the ranks, as on any machine; left alone it
+    takes SLURM's task for the only rank."""
+    return [LightningEnvironment()] if os.environ.get("SLURM_NTASKS") == "1" else []
 
 
 class StepProfile(Callback):

@@ -229,11 +229,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+# Launchers and sweepers that come with an extra of ours.
+EXTRAS = {"joblib": "sweeps", "submitit_local": "sweeps", "submitit_slurm": "sweeps", "optuna": "sweeps", "ray": "ray"}
+
+
 def _explain_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = sorted(error.options or [])
     if not group:
         return f"--config-name: there is no config '{option}'; try the default, config"
+    if group in ("hydra/launcher", "hydra/sweeper") and option in EXTRAS:
+        return f"{group}={option}: its plugin is not installed; run `pip install 'eagle3[{EXTRAS[option]}]'`"
     close = difflib.get_close_matches(option, options, n=1)
     hint = f"did you mean {group}={close[0]}?" if close else "see `eagle3 --help`"
     return f"{group}={option}: there is no such option, expected one of {', '.join(options) or '(none)'}; {hint}"

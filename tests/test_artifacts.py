@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,6 +173,48 @@ def test_a_second_process_is_refused_and_a_dead_one_makes_way(artifacts: Artifac
         artifacts.close()
         with artifacts.lock(artifact):
             assert artifact.folder.with_name(f"{artifact.id}.lock").read_text().startswith(f"process {os.getpid()}")
+
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from eagle3.artifacts import Artifacts
+artifacts = Artifacts(Path(sys.argv[1]))
+artifact = artifacts.of("states", {"a": 1})
+assert artifacts.claim(artifact)
+artifacts.begin(artifact)
+print("held", flush=True)
+if sys.stdin.read() == "commit":
+    artifacts.commit(artifact, {"of": 1})
+"""
+
+
+@pytest.mark.parametrize("end", ["commit", "die"])
+def test_a_second_maker_waits_for_the_first_and_uses_what_it_made(
+    end: str, artifacts: Artifacts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two real processes: jobs side by side that need the same drafter."""
+    monkeypatch.setattr("eagle3.artifacts.POLL_S", 0.05)
+    artifact = artifacts.of("states", {"a": 1})
+    command = [sys.executable, "-c", MAKE, str(artifacts.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdin is not None
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == "held\n"
+        threading.Timer(0.3, lambda: (maker.stdin.write(end), maker.stdin.close())).start()
+        with caplog.at_level(logging.INFO, "eagle3"):
+            mine = artifacts.claim(artifact)
+        host = socket.gethostname()
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{artifact.partial}: is being made by process {maker.pid} on {host}; waiting for it"
+        ]
+    if end == "commit":
+        assert not mine
+        assert artifact.manifest()["of"] == 1
+    else:
+        assert mine
+        assert artifacts.begin(artifact, resume=True) == artifact.partial
+    artifacts.close()
 
 
 def test_a_helper_rank_locks_and_writes_nothing(artifacts: Artifacts) -> None:

@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_module
+from hydra.errors import MissingConfigException
 
 from eagle3 import launchers, sweep
 from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig, register_schema
 from eagle3.sweep import Job, job_names, union_requests
+from eagle3.validation import explain
 from tests.commands import eagle3, start, write_stages
+from tests.trained import copied, make_inputs, train_words
 
 # Light stand-ins for what the training stages build, so that a child need not import Lightning.
 LIGHT = [
@@ -306,11 +309,11 @@ def valued(tmp_path: Path) -> dict[str, str]:
     return env
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
 def test_a_parallel_sweep_has_the_same_folders_and_summary(
     launcher: str, tmp_path: Path, valued: dict[str, str]
 ) -> None:
-    """Joblib here; submitit stands for a cluster. A failing job stops no other; any launcher goes on with it."""
+    """Joblib here; submitit and ray stand for clusters. A failing job stops no other; any launcher goes on with it."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     grid = ["-m", "stage.name=valued", "layers=eagle,late", "seed=0,13"]
     done = eagle3(*grid, f"hydra/launcher={launcher}", cwd=tmp_path, env=valued)
@@ -367,3 +370,53 @@ def test_a_search_captures_all_layers_that_it_may_try_before_its_first_job(tmp_p
         [None, [0.6, 0.75, 0.9]],
         [[0.6, 0.75, 0.9], None],
     )
+
+
+def test_a_search_ends_when_more_of_its_jobs_fail_than_it_may(tmp_path: Path, valued: dict[str, str]) -> None:
+    """Only when somebody asks for it: without, a failing job stops no other."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "seed=13"]
+    words += ["hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1", "stage.name=valued"]
+    words += ["trainer.lr=interval(1e-4,1e-2)"]
+    ended = eagle3(*words, "hydra.sweeper.max_failure_rate=0.5", cwd=tmp_path, env=valued)
+    assert ended.returncode == 1
+    assert (
+        "hydra.sweeper.max_failure_rate: 1 of the last 1 jobs failed, more than 0.5 of them; the search ends here"
+        in (ended.stderr)
+    )
+    assert "1 jobs of the sweep failed: trainer.lr=" in ended.stderr
+    folder = the_sweep(tmp_path)
+    assert len(rows(folder)) == 1
+    assert (folder / "report.html").is_file()
+    went_on = eagle3(*words, cwd=tmp_path, env=valued)
+    assert went_on.returncode == 1
+    assert "3 jobs of the sweep failed" in went_on.stderr
+
+
+def test_a_job_of_several_tasks_is_refused(tmp_path: Path, env: dict[str, str]) -> None:
+    """Each task would run the whole job; the ranks of a training are its own children."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=8", "stage.name=echo", "seed=0,1"]
+    done = eagle3(*words, cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert "hydra.launcher.tasks_per_node: found 8, expected 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_that_need_the_same_drafter_train_it_once(tiny_target: Path, tmp_path: Path) -> None:
+    """What they differ in comes after training: one trains, the other waits for it and says so."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    folder = copied(make_inputs(tiny_target), tmp_path / "same")
+    words = train_words(folder, tiny_target, "stage=train", "evaluate.k=1,2")
+    done = eagle3("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *words, cwd=folder, timeout_s=250)
+    assert done.returncode == 0, done.stderr
+    (sweep_folder,) = (folder / "outputs" / "sweeps").iterdir()
+    logs = [(sweep_folder / name / "run.log").read_text() for name in ("evaluate.k=1", "evaluate.k=2")]
+    assert sum("step 12/12" in text for text in logs) == 1
+    assert sum("train: hit" in text for text in logs) == 1
+    assert len(list((folder / "outputs/artifacts/drafter").glob("*/manifest.json"))) == 1
+
+
+def test_a_launcher_that_is_not_installed_names_its_extra() -> None:
+    error = MissingConfigException("not found", missing_cfg_file="hydra/launcher/ray", options=["basic", "process"])
+    assert explain(error) == "hydra/launcher=ray: its plugin is not installed; run `pip install 'eagle3[ray]'`"

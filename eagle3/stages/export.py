@@ -65,7 +65,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     source, target = trained(cfg, run.artifacts), open_target(cfg)
     _check_target(source, target)
     artifact = _exported(cfg, run.artifacts, source)
-    if artifact.complete:
+    if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
         run.log.info("export: hit, %s is complete", artifact.folder)
         run.wrote(artifact)
         return artifact.manifest()["metrics"]

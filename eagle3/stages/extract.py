@@ -77,6 +77,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     wanted = wanted_ids(cfg.layers, target.shape.num_layers)
     run.read(prepared_artifact)
     prepared = Prepared.open(prepared_artifact.folder)
+    if not (artifact.complete or cfg.dry_run):
+        run.artifacts.claim(artifact)
     stored = artifact.manifest() if artifact.complete else None
     ids = wanted if stored is None else tuple(sorted({*wanted, *stored["layer_ids"]}))
     capture = plan_capture(cfg, target, prepared, artifact, ids)

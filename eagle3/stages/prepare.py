@@ -83,7 +83,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         artifact = _prepared(cfg, run.artifacts, target)
     else:
         artifact = run.artifacts.resolve("prepared", given, Artifact("prepared", given, run.artifacts.root), MAKE)
-    if artifact.complete:
+    if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
         run.log.info("prepare: hit, %s", artifact.folder)
         run.wrote(artifact)
         return _metrics(cfg, Prepared.open(artifact.folder))

@@ -102,7 +102,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     target = open_target(cfg)
     states = source(cfg, run.artifacts)
     artifact = _drafter(cfg, run.artifacts, target, states)
-    if artifact.complete:
+    if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
         run.log.info("train: hit, %s is complete", artifact.folder)
         run.wrote(artifact)
         return artifact.manifest()["metrics"]
