@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 
