@@ -234,6 +234,7 @@ class EvaluateConfig:
     also_temperatures: list[float] = field(default_factory=list)
     max_new_tokens: int = number(128, least=1)
     baselines: list[str] = field(default_factory=lambda: ["untrained", "bigram"])
+    compare_with: str | None = None
 
 
 @dataclass

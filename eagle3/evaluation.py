@@ -22,6 +22,8 @@ from eagle3.decoding import Acceptance, Decoded, LiveTarget
 from eagle3.errors import RequestError, StageFailed
 
 OURS = "drafter"
+# What a run that evaluates leaves in its folder.
+RESULT = "evaluation.json"
 
 _LOOP_REPEATS = 4
 _LOOP_TOKENS = 24
@@ -218,15 +220,15 @@ def _caption(summaries: Mapping[str, dict[str, Any]], k: int) -> str:
 
 
 def compare(first: Path, second: Path) -> dict[str, tuple[float | None, float | None]]:
-    """Acceptance lengths of two evaluation.json files side by side, per set that both hold.
+    """Acceptance lengths of two evaluations (files or run folders) side by side, per set that both hold.
 
-    Logs one warning that lists every setting in which they differ (engine, version, k, temperature, template, prompts):
-    such numbers must not be compared as if only the drafter had changed. Raises RequestError for a file that is no
-    evaluation.
+    Logs one warning that lists every setting in which they differ (engine, version, k, temperature, template, prompts),
+    the drafter apart: such numbers must not be compared as if only it had changed. Raises RequestError for a file that
+    is no evaluation.
     """
-    loaded = [_load(path) for path in (first, second)]
-    differing = differences(loaded[0]["setting"], loaded[1]["setting"])
-    if differing:
+    loaded = [read_evaluation(path) for path in (first, second)]
+    settings = [{name: value for name, value in found["setting"].items() if name != "drafter"} for found in loaded]
+    if differing := differences(*settings):
         logging.getLogger("eagle3").warning(
             "%s and %s were measured differently: %s; compare them with care", first, second, "; ".join(differing)
         )
@@ -247,7 +249,9 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     return found
 
 
-def _load(path: Path) -> dict[str, Any]:
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """The settings and sets of an evaluation.json, or of that in a run folder. RequestError when it is none."""
+    path = path / RESULT if path.is_dir() else path
     try:
         found = json.loads(path.read_text())
         return {"setting": found["setting"], "sets": found["sets"]}

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import OURS, Difference, PromptResult
 from eagle3.runs import Run
 from eagle3.stages.evaluate import _check_lossless
+from tests.conftest import CHAT_TEMPLATE
 from tests.stages import configure, run_stage
 
 QUESTIONS = ["What is the capital of France?", "Write a story.", "one two three", "Who are you?"]
@@ -180,6 +182,32 @@ def test_evaluate_reports_every_set_and_prompt(cfg: Config) -> None:
         assert record["new_tokens"] <= 16
         assert record["accepted_by_round"]
     assert "acceptance length" in (run.folder / "run.log").read_text()
+
+
+def test_v3_an_evaluation_is_shown_beside_an_earlier_one_with_what_differs(
+    cfg: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V3: template and prompts count by their content, the engine by its version; the drafter may differ."""
+    cfg = change(cfg, "evaluate", prompts_per_set=1, max_new_tokens=4)
+    _, first = run_stage("evaluate", cfg)
+    cfg = change(cfg, "evaluate", compare_with=str(first.folder))
+    with caplog.at_level(logging.WARNING, logger="eagle3"):
+        _, again = run_stage("evaluate", cfg)
+    assert "measured differently" not in caplog.text
+    shown = rf"evaluate: asked: acceptance length (\d\.\d+), \1 in {first.folder}"
+    assert re.search(shown, (again.folder / "run.log").read_text())
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "Another one?"}) + "\n")
+    path = first.folder / "evaluation.json"
+    path.write_text(path.read_text().replace('"version": "', '"version": "0.'))
+    other = change(cfg, "model", chat_template=CHAT_TEMPLATE + "{# another #}")
+    with caplog.at_level(logging.WARNING, logger="eagle3"):
+        run_stage("evaluate", change(other, "evaluate", k=2))
+    (warning,) = [record.getMessage() for record in caplog.records if "measured differently" in record.getMessage()]
+    for name in ("engine.version: 0.", "k: 3, 2", "prompts.asked: ", "target.chat_template: "):
+        assert name in warning
+    assert warning.count(";") == 4
+    with pytest.raises(RequestError, match=r"nowhere: expected an evaluation\.json"):
+        run_stage("evaluate", change(cfg, "evaluate", compare_with=str(tmp_path / "nowhere")))
 
 
 def test_evaluate_takes_the_exported_folder(cfg: Config) -> None:

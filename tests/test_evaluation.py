@@ -131,16 +131,16 @@ def write_evaluation(path, acceptance_length, **setting):
 
 
 def test_v3_comparing_lists_every_setting_that_differs(tmp_path, caplog):
-    first = write_evaluation(tmp_path / "a.json", 2.0, template="x")
-    second = write_evaluation(
-        tmp_path / "b.json", 1.8, k=5, template="y", engine={"name": "transformers", "version": "6.0"}
-    )
+    first = write_evaluation(tmp_path / "a.json", 2.0, template="x", drafter="drafter/a")
+    newer = {"name": "transformers", "version": "6.0"}
+    second = write_evaluation(tmp_path / "b.json", 1.8, k=5, template="y", engine=newer, drafter="drafter/b")
     with caplog.at_level(logging.WARNING, logger="eagle3"):
         assert compare(first, second) == {"heldout": (2.0, 1.8), "mt_bench": (1.5, 1.5)}
     (message,) = [record.getMessage() for record in caplog.records]
     for part in ("engine.version: 5.24.0, 6.0", "k: 3, 5", "template: x, y"):
         assert part in message
     assert "temperature" not in message
+    assert "drafter" not in message
 
 
 def test_v3_equal_settings_compare_silently(tmp_path, caplog):

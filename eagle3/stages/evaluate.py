@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import eagle3
@@ -25,14 +26,23 @@ from eagle3.engines import open_engine
 from eagle3.engines.transformers import TransformersEngine
 from eagle3.engines.vllm_settings import installed_version
 from eagle3.errors import RequestError, StageFailed
-from eagle3.evaluation import OURS, PromptResult, differences, find_difference, summarize, table
+from eagle3.evaluation import (
+    OURS,
+    RESULT,
+    PromptResult,
+    compare,
+    differences,
+    find_difference,
+    read_evaluation,
+    summarize,
+    table,
+)
 from eagle3.model_card import add_measurement
 from eagle3.published import import_drafter
 from eagle3.runs import Artifact, Artifacts, Run, write_json
 from eagle3.stages import export, extract
 from eagle3.tokens import Prepared, stop_ids
 
-RESULT = "evaluation.json"
 BASELINES = ("untrained", "bigram")
 
 
@@ -57,6 +67,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     where the target's choice was no tie; what was measured is on disk by then.
     """
     check_config(cfg)
+    if cfg.evaluate.compare_with is not None:
+        read_evaluation(Path(cfg.evaluate.compare_with))
     measured, manifest = source(cfg, run.artifacts)
     target = open_target(cfg)
     training = _Training(cfg, run)
@@ -114,6 +126,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if real is not None and simulated is not None:
         words = "evaluate: acceptance length %.3f over all sets, %.3f simulated on validation samples while training"
         run.log.info(words, real, simulated)
+    _compare(cfg, run)
     _check_lossless(run, results)
     return metrics
 
@@ -181,6 +194,7 @@ def _serve(
         for key, difference in (point.differences or {}).items()
         if not difference.tie
     ]
+    _compare(cfg, run)
     _refuse_changed(run, changed)
     return metrics
 
@@ -335,6 +349,15 @@ def _setting(
         "prompts": {prompts.name: prompts.digest for prompts in sets},
         "drafter": f"{measured.kind}/{measured.id}",
     }
+
+
+def _compare(cfg: Config, run: Run) -> None:
+    """Says each set's acceptance length beside that of an earlier evaluation."""
+    if cfg.evaluate.compare_with is None:
+        return
+    for name, lengths in compare(Path(cfg.evaluate.compare_with), run.folder / RESULT).items():
+        before, now = ("none" if length is None else f"{length:.3f}" for length in lengths)
+        run.log.info("evaluate: %s: acceptance length %s, %s in %s", name, now, before, cfg.evaluate.compare_with)
 
 
 def _check_lossless(run: Run, results: Mapping[str, Sequence[PromptResult]]) -> None:
