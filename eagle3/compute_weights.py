@@ -40,3 +40,19 @@ class ComputeWeights:
     def mark(self, master: Tensor) -> None:
         """Says that a parameter's copy is as new as the parameter."""
         self._versions[master] = master._version
+
+
+def product_of_rows_(into: Tensor, grads: Tensor, inputs: Tensor, accumulate: bool = False) -> None:
+    """A weight's gradient, Σ over rows of outer products: [n, out], [n, in] → into [out, in], or added to it.
+
+    On a GPU operands of 16 bits are summed and kept in fp32.
+    """
+    mixed = into.dtype != grads.dtype
+    if accumulate and mixed:
+        torch.addmm(into, grads.T, inputs, out_dtype=into.dtype, out=into)
+    elif mixed:
+        torch.mm(grads.T, inputs, out_dtype=into.dtype, out=into)
+    elif accumulate:
+        into.addmm_(grads.T, inputs)
+    else:
+        torch.mm(grads.T, inputs, out=into)

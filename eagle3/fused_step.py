@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
-from eagle3.compute_weights import ComputeWeights
-from eagle3.drafter import Attention, Eagle3Drafter
+from eagle3.compute_weights import ComputeWeights, product_of_rows_
+from eagle3.drafter import Eagle3Drafter
+from eagle3.latent_attention import LatentAttention
 from eagle3.linear_loss import CHUNK_BYTES, DraftTeacher, Mix, stacked_loss
 from eagle3.loss import UnrollLoss
 from eagle3.row_layout import RowLayout
-from eagle3.unroll import UnrollShape, product_of_rows_, unroll
+from eagle3.unroll import unroll
 
 
 class FusedStep:
@@ -42,15 +43,6 @@ class FusedStep:
     ) -> None:
         self.chunk_bytes, self.recompute = chunk_bytes, recompute
         self.drafter, self.teacher, self.dtype, self.mix, self.mask_oov = drafter, teacher, dtype, mix, mask_oov
-        shape = drafter.shape
-        self.shape = UnrollShape(
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
-            shape.rms_norm_eps,
-            shape.norm_before_residual,
-            shape.norm_output,
-        )
         # None where weights come and go: FSDP2 gathers them for each step, so their copies are made anew each time.
         self.copies = None if isinstance(drafter.fc.weight, DTensor) else self._copies()
         self._rotary: tuple[Tensor, Tensor] | None = None
@@ -60,14 +52,20 @@ class FusedStep:
         """The layer's weights in the order of `unroll`."""
         layer = self.drafter.midlayer
         attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(attention, Attention)  # `fits` has looked
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        common = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, self.drafter.norm)
-        return [part.weight for part in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj, *norms)]
+        if isinstance(attention, LatentAttention):
+            own = (attention.q_a_proj, attention.kv_a_proj_with_mqa, attention.q_b_proj, attention.kv_b_proj)
+            own = (*own, attention.q_a_layernorm, attention.kv_a_layernorm)
+        else:
+            own = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return [part.weight for part in (*common, *norms, *own)]
 
     def _copies(self) -> ComputeWeights:
-        q, k, v, out, gate, up, down = self.params[:7]
-        groups = [[q, k, v], [out], [gate, up], [down], [self.drafter.fc.weight], [self.drafter.lm_head.weight]]
+        out, gate, up, down, *own = (weight for weight in self.params if weight.ndim > 1)
+        latent = self.drafter.shape.attention == "mla"
+        joined = [own[:2], own[2:3], own[3:]] if latent else [own]
+        groups = [[out], [gate, up], [down], *joined, [self.drafter.fc.weight], [self.drafter.lm_head.weight]]
         return ComputeWeights(groups, self.dtype)
 
     def __call__(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
@@ -81,7 +79,7 @@ class FusedStep:
         *products, fc, head = (self.copies or self._copies()).fresh()
         features = self.fuse(batch.hidden_states, fc)
         rotary = self.rotary(layout)
-        outputs = unroll(features, embeddings, layout, rotary, self.shape, self.params, products, self.recompute)
+        outputs = unroll(features, embeddings, layout, rotary, drafter.shape, self.params, products, self.recompute)
         return stacked_loss(
             outputs,
             drafter.lm_head.weight,
@@ -119,11 +117,10 @@ class FusedStep:
 
 
 def fits(drafter: Eagle3Drafter) -> bool:
-    """Whether this drafter can be trained by `FusedStep` where it is: on a GPU with Triton, dense, in fp32."""
+    """Whether this drafter can be trained by `FusedStep` where it is: on a GPU with Triton, in fp32."""
     weight = drafter.fc.weight
     plain = type(weight.data) in (Tensor, DTensor) and weight.dtype == torch.float32
-    known = drafter.shape.attention == "dense" and drafter.shape.hidden_act == "silu"
-    return weight.is_cuda and plain and known and find_spec("triton") is not None
+    return weight.is_cuda and plain and drafter.shape.hidden_act == "silu" and find_spec("triton") is not None
 
 
 def _normed(states: Tensor, norm: Any) -> Tensor:

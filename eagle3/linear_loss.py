@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3.compute_weights import product_of_rows_
 from eagle3.kernels import kernels_for
 from eagle3.loss import UnrollLoss
 from eagle3.row_layout import RowLayout
-from eagle3.unroll import product_of_rows_
 
 Mix = tuple[float, float, float, float]
 CHUNK_BYTES = 1 << 30  # of logits that live at once

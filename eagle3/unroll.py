@@ -2,7 +2,7 @@
 
 The same arithmetic as `Eagle3Drafter.unroll`, with everything left out that need not be done:
 
-* the embedding half of the q, k, v projections depends on a token, not on the step that reads it: once a token;
+* the embedding half of the pair's projections depends on a token, not on the step that reads it: once a token;
 * only rows that are supervised at this or a later step are computed, in the order of `row_layout`: no gathers;
 * a weight's gradient is one matrix product over the rows of all steps, accumulated in fp32 by the matrix units; these
   come last, one after another, so that ranks exchange one while the next is being made;
@@ -16,49 +16,32 @@ tests/reference.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle3.compute_weights import product_of_rows_
 from eagle3.kernels import kernels_for
 from eagle3.row_layout import RowLayout
+from eagle3.unroll_heads import DenseHeads, LatentHeads
 
-
-@dataclass(frozen=True)
-class UnrollShape:
-    """What the arithmetic depends on: heads of queries and of keys, their width, the norms' epsilon, the variants."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    norm_before_residual: bool = False
-    norm_output: bool = False
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """(q_heads, kv_heads, head_dim)."""
-        return self.q_heads, self.kv_heads, self.head_dim
-
-    @property
-    def q_width(self) -> int:
-        """Width of a row's queries."""
-        return self.q_heads * self.head_dim
+if TYPE_CHECKING:
+    from eagle3.drafter import DrafterShape
 
 
 class LayerWeights:
-    """A layer's weights as the products want them, in the compute dtype; norm weights [H] stay as they are.
+    """A layer's weights as the products want them, in the compute dtype; norm weights stay as they are.
 
-    qkv [N, 2 H] joins q, k, v: its halves `embed` and `state` read the embedding and the state; gate_up [2 I, H].
+    `pair` [N, 2 H] joins the projections of the pair: its halves `embed` and `state` read the embedding and the state;
+    gate_up [2 I, H]; `expansions` and `latent_norms` are latent attention's own.
     """
 
     def __init__(self, products: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
-        qkv, self.out, self.gate_up, self.down = products
-        self.embed, self.state = qkv.chunk(2, dim=1)
-        self.input, self.hidden, self.post, self.final = norms
+        self.out, self.gate_up, self.down, pair, *self.expansions = products
+        self.embed, self.state = pair.chunk(2, dim=1)
+        self.input, self.hidden, self.post, self.final, *self.latent_norms = norms
 
 
 def unroll(
@@ -66,7 +49,7 @@ def unroll(
     embeddings: Tensor,
     layout: RowLayout,
     rotary: tuple[Tensor, Tensor],
-    shape: UnrollShape,
+    shape: DrafterShape,
     params: Sequence[Tensor],
     products: Sequence[Tensor],
     recompute: bool = False,
@@ -74,14 +57,15 @@ def unroll(
     """Normed outputs [M, H] of all steps' rows, stacked as `layout` says.
 
     `features` [T, H] are fc's outputs, `embeddings` [T, H] the tokens' frozen embeddings, `rotary` = (cos, sin), each
-    fp32 [positions, D / 2]. `params`: the weights of q, k, v, o, gate, up, down and the norms input_layernorm,
-    hidden_norm, post_attention_layernorm, norm: gradients are made for these. `products`: the same weights in the dtype
-    of `features`, joined: q, k, v; o; gate, up; down.
+    fp32 [positions, D / 2]. `params`: the weights of o, gate, up, down, the norms input_layernorm, hidden_norm,
+    post_attention_layernorm, norm, then attention's own: q, k, v, or latent attention's q_a, kv_a, q_b, kv_b and its
+    two norms. Gradients are made for these. `products`: the same matrices in the dtype of `features`, joined: o; gate,
+    up; down; the projections of the pair; each of latent attention's expansions.
     """
     makers: _Makers = {}
     if torch.is_grad_enabled():
         late = list(params)
-        for group in LATE:
+        for group in filter(None, LATE[shape.attention]):
             for index, param in zip(group, _Late.apply(makers, group, *(params[i] for i in group)), strict=True):
                 late[index] = param
         params = late
@@ -90,7 +74,10 @@ def unroll(
 
 # Weights of `params` whose gradients are made together. The engine takes the last first: the largest, which ranks
 # exchange for longest.
-LATE = ((8, 9, 10), (3,), (0, 1, 2, 7), (6,), (4, 5))
+LATE = {
+    "dense": ((5, 6, 7), (), (0,), (8, 9, 10, 4), (3,), (1, 2)),
+    "mla": ((5, 6, 7), (10, 11, 12, 13), (0,), (8, 9, 4), (3,), (1, 2)),
+}
 _Makers = dict[tuple[int, ...], Callable[[], Sequence[Tensor]]]
 
 
@@ -119,13 +106,13 @@ class _Unroll(torch.autograd.Function):
         embeddings: Tensor,
         layout: RowLayout,
         rotary: tuple[Tensor, Tensor],
-        shape: UnrollShape,
+        shape: DrafterShape,
         products: Sequence[Tensor],
         recompute: bool,
         makers: _Makers,
         *params: Tensor,
     ) -> Tensor:
-        weights = LayerWeights(products, params[7:])
+        weights = LayerWeights(products, [p for p in params if p.ndim == 1])
         saved = _Forward(features, embeddings, layout, rotary, shape, weights, recompute)
         outputs = saved.run()
         ctx.saved, ctx.makers, ctx.params = saved, makers, len(params)
@@ -136,7 +123,7 @@ class _Unroll(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         backward = _Backward(saved, grads[0])
         grad_features = backward.run()
-        ctx.makers.update(zip(LATE, backward.makers(), strict=True))
+        ctx.makers.update(zip(LATE[saved.shape.attention], backward.makers(), strict=True))
         return grad_features, *[None] * (7 + ctx.params)
 
 
@@ -149,37 +136,42 @@ class _Forward:
         embeddings: Tensor,
         layout: RowLayout,
         rotary: tuple[Tensor, Tensor],
-        shape: UnrollShape,
+        shape: DrafterShape,
         weights: LayerWeights,
         recompute: bool,
     ) -> None:
-        self.features, self.layout, self.rotary, self.shape, self.weights = features, layout, rotary, shape, weights
+        self.features, self.layout, self.shape, self.weights = features, layout, shape, weights
         self.kernels = kernels_for(features.device)
-        self.unit_embeddings = F.rms_norm(embeddings, embeddings.shape[-1:], eps=shape.eps)
+        self.unit_embeddings = F.rms_norm(embeddings, embeddings.shape[-1:], eps=shape.rms_norm_eps)
         stacked, tokens, width = layout.stacked, layout.tokens, features.shape[1]
         new = features.new_empty
         exact = torch.float64 if features.dtype == torch.float64 else torch.float32
         self.exact = exact
         self.entered = new(stacked + tokens, width)  # hidden_norm of each row's state; last, of every token's feature
-        self.qkv = new(stacked + tokens, len(weights.state))
-        self.attended = new(stacked, shape.q_width)
+        self.projected = new(stacked + tokens, len(weights.state))
+        context = (shape, self.projected, layout, rotary, self.kernels)
+        if shape.attention == "mla":
+            self.heads = LatentHeads(*context, expansions=weights.expansions, norms=weights.latent_norms)
+        else:
+            self.heads = DenseHeads(*context)
+        self.attended = new(stacked, weights.out.shape[1])
         self.middle = new(stacked, width)  # the residual stream after attention
         self.normed = new(stacked, width)  # the MLP's input
         self.gate_up = None if recompute else new(stacked, len(weights.gate_up))
         self.left = new(stacked, width)  # g, the layer's output
         self.outputs = new(stacked, width)
-        self.lse = [new(shape.q_heads, n, dtype=exact) for n in layout.counts]
+        self.lse = [new(shape.num_attention_heads, n, dtype=exact) for n in layout.counts]
         self.middle_rstd, self.left_rstd, self.entered_rstd = (new(stacked, dtype=exact) for _ in range(3))
         self.features_rstd = new(tokens, dtype=exact)
 
     def run(self) -> Tensor:
         layout, shape, kernels, weights = self.layout, self.shape, self.kernels, self.weights
         first, _ = layout.bounds(layout.steps)
-        q, tokens = shape.q_width, self.entered[first:]
-        kernels.norm(self.features, None, [weights.hidden], [tokens], self.features_rstd, shape.eps)
+        q, tokens = self.heads.q_width, self.entered[first:]
+        kernels.norm(self.features, None, [weights.hidden], [tokens], self.features_rstd, shape.rms_norm_eps)
         embedded = (self.unit_embeddings * weights.input.to(self.features.dtype)) @ weights.embed.T
-        torch.mm(tokens, weights.state[q:].T, out=self.qkv[first:, q:])
-        self.rotate(self.qkv[first:, q:], embedded[:, q:], layout.every_slot, 0, shape.kv_heads)
+        torch.mm(tokens, weights.state[q:].T, out=self.projected[first:, q:])
+        self.heads.columns(0, embedded)
         for step, rows in enumerate(layout.counts):
             if rows == 0:
                 break
@@ -191,17 +183,18 @@ class _Forward:
         shape, kernels, weights, layout = self.shape, self.kernels, self.weights, self.layout
         first, last = layout.bounds(step)
         slots = layout.slots[: last - first]
-        entered, qkv, middle, left = self.entered[first:last], self.qkv[first:last], self.middle[first:last], self.left
+        entered, projected = self.entered[first:last], self.projected[first:last]
+        middle, left = self.middle[first:last], self.left
         if step == 0:
             torch.index_select(self.entered[layout.stacked :], 0, slots, out=entered)
-            query = qkv[:, : shape.q_width]
-            torch.mm(entered, weights.state[: shape.q_width].T, out=query)
-            self.rotate(query, embedded[:, : shape.q_width], slots, 0, shape.q_heads)
+            q = self.heads.q_width
+            torch.mm(entered, weights.state[:q].T, out=projected[:, :q])
         else:
-            torch.mm(entered, weights.state.T, out=qkv)
-            self.rotate(qkv, embedded, slots, step, shape.q_heads + shape.kv_heads)
+            torch.mm(entered, weights.state.T, out=projected)
+            self.heads.columns(step, embedded)
+        self.heads.queries(step, embedded)
         attended = self.attended[first:last]
-        kernels.attend(self.qkv, step, shape.heads, layout, attended, self.lse[step])
+        kernels.attend(self.heads.rows, step, layout, attended, self.lse[step])
         torch.mm(attended, weights.out.T, out=middle)
         if shape.norm_before_residual:
             residual = entered
@@ -211,7 +204,7 @@ class _Forward:
             before, _ = layout.bounds(step - 1)
             residual = (self.outputs if shape.norm_output else left)[before : before + len(slots)]
         normed = self.normed[first:last]
-        kernels.norm(middle, residual, [weights.post], [normed], self.middle_rstd[first:last], shape.eps)
+        kernels.norm(middle, residual, [weights.post], [normed], self.middle_rstd[first:last], shape.rms_norm_eps)
         gate_up = self.widen(first, last)
         product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         kernels.swiglu(gate_up, product)
@@ -219,23 +212,20 @@ class _Forward:
         torch.mm(product, weights.down.T, out=left)
         following = self.entered[last : last + layout.counts[step + 1]] if step + 1 < layout.steps else None
         if following is None:
-            kernels.norm(left, middle, [weights.final], [outputs], rstd, shape.eps)
+            kernels.norm(left, middle, [weights.final], [outputs], rstd, shape.rms_norm_eps)
         elif shape.norm_output:
-            kernels.norm(left, middle, [weights.final], [outputs], rstd, shape.eps)
+            kernels.norm(left, middle, [weights.final], [outputs], rstd, shape.rms_norm_eps)
             rows = len(following)
             again = self.entered_rstd[last : last + rows]
-            kernels.norm(outputs[:rows], None, [weights.hidden], [following], again, shape.eps)
+            kernels.norm(outputs[:rows], None, [weights.hidden], [following], again, shape.rms_norm_eps)
         else:
-            kernels.norm(left, middle, [weights.final, weights.hidden], [outputs, following], rstd, shape.eps)
+            kernels.norm(left, middle, [weights.final, weights.hidden], [outputs, following], rstd, shape.rms_norm_eps)
 
     def widen(self, first: int, last: int) -> Tensor:
         """The MLP's gates and ups of the rows [first, last), from its input."""
         normed, weight = self.normed[first:last], self.weights.gate_up
         kept = normed.new_empty(len(normed), len(weight)) if self.gate_up is None else self.gate_up[first:last]
         return torch.mm(normed, weight.T, out=kept)
-
-    def rotate(self, rows: Tensor, embedded: Tensor, slots: Tensor, step: int, rotated: int) -> None:
-        self.kernels.rotate_(rows, embedded, slots, self.layout.positions, step, *self.rotary, rotated)
 
 
 class _Backward:
@@ -255,11 +245,12 @@ class _Backward:
         self.grad_down = new((width, inner), dtype=forward.exact)
         self.begun = False
         self.grad_attended = torch.empty_like(forward.attended)
-        self.grad_qkv = torch.empty_like(forward.qkv)
-        kv_width = forward.qkv.shape[1] - forward.shape.q_width
-        self.grad_columns = features.new_zeros((layout.tokens, kv_width), dtype=forward.exact)
-        self.grad_embedded = features.new_zeros((layout.tokens, forward.qkv.shape[1]), dtype=forward.exact)
-        self.own = [new(2, k, forward.shape.q_heads, n, dtype=forward.exact) for k, n in enumerate(layout.counts)]
+        self.grad_projected = torch.empty_like(forward.projected)
+        forward.heads.receive(self.grad_projected)
+        (q_heads, kv_heads), widths = forward.heads.rows.heads, forward.heads.rows.widths
+        self.grad_columns = features.new_zeros((layout.tokens, kv_heads, sum(widths)), dtype=forward.exact)
+        self.grad_embedded = features.new_zeros((layout.tokens, forward.projected.shape[1]), dtype=forward.exact)
+        self.own = [new(2, k, q_heads, n, dtype=forward.exact) for k, n in enumerate(layout.counts)]
         self.grad_norms = {name: features.new_zeros(width, dtype=forward.exact) for name in ("hidden", "post", "final")}
 
     def run(self) -> Tensor:
@@ -276,7 +267,6 @@ class _Backward:
         f, layout = self.forward, self.forward.layout
         shape, kernels, weights = f.shape, f.kernels, f.weights
         first, last = layout.bounds(step)
-        slots = layout.slots[: last - first]
         grad_left = self.grad_left[first:last]
         self.leave(step, grad_following, grad_left)
         gate_up = f.widen(first, last) if f.gate_up is None else f.gate_up[first:last]
@@ -292,22 +282,20 @@ class _Backward:
         self.grad_norms["post"] += grad_post
         grad_attended = self.grad_attended[first:last]
         torch.mm(grad_middle, weights.out, out=grad_attended)
+        heads = f.heads
         kernels.attend_backward(
-            f.qkv, step, shape.heads, layout, f.attended[first:last], f.lse[step], grad_attended,
-            self.grad_qkv, self.grad_columns, *self.own[step],
+            heads.rows, step, layout, f.attended[first:last], f.lse[step], grad_attended,
+            heads.grads, self.grad_columns, *self.own[step],
         )  # fmt: skip
-        grad_qkv = self.grad_qkv[first:last]
+        heads.queries_backward(step, self.grad_embedded)
+        grad_projected = self.grad_projected[first:last]
         if step == 0:
-            grad_query = grad_qkv[:, : shape.q_width]
-            self.rotate(grad_query, self.grad_embedded[:, : shape.q_width], slots, 0, shape.q_heads)
-            grad_entered = grad_query @ weights.state[: shape.q_width]
+            grad_entered = grad_projected[:, : heads.q_width] @ weights.state[: heads.q_width]
         else:
             own_weights, own_scores = zip(*self.own, strict=True)
-            kernels.own_backward(
-                f.qkv, step, shape.heads, layout, self.grad_attended, self.grad_qkv, own_weights, own_scores
-            )
-            self.rotate(grad_qkv, self.grad_embedded, slots, step, shape.q_heads + shape.kv_heads)
-            grad_entered = grad_qkv @ weights.state
+            kernels.own_backward(heads.rows, step, layout, self.grad_attended, heads.grads, own_weights, own_scores)
+            heads.columns_backward(step, self.grad_embedded)
+            grad_entered = grad_projected @ weights.state
         if shape.norm_before_residual:
             grad_entered += grad_middle
         return grad_entered
@@ -345,12 +333,11 @@ class _Backward:
 
     def columns(self, grad_entered: Tensor | None) -> Tensor:
         """Backward through the keys and values of step 0 and the norm before them, for all tokens."""
-        f, layout, shape = self.forward, self.forward.layout, self.forward.shape
+        f, layout, shape, heads = self.forward, self.forward.layout, self.forward.shape, self.forward.heads
         slots = layout.slots
-        grads = self.grad_qkv[layout.stacked :, shape.q_width :]
-        grads.copy_(self.grad_columns)
-        self.rotate(grads, self.grad_embedded[:, shape.q_width :], layout.every_slot, 0, shape.kv_heads)
-        grad_tokens = grads @ f.weights.state[shape.q_width :]
+        heads.grads.set_columns(*layout.bounds(layout.steps), self.grad_columns)
+        heads.columns_backward(0, self.grad_embedded)
+        grad_tokens = self.grad_projected[layout.stacked :, heads.q_width :] @ f.weights.state[heads.q_width :]
         if grad_entered is not None:
             grad_tokens.index_add_(0, slots, grad_entered)
         grad_features = torch.empty_like(f.features)
@@ -362,13 +349,10 @@ class _Backward:
             grad_features.index_add_(0, slots, self.grad_middle[: len(slots)])
         return grad_features
 
-    def rotate(self, grads: Tensor, embedded_grads: Tensor, slots: Tensor, step: int, rotated: int) -> None:
-        f = self.forward
-        f.kernels.rotate_backward_(grads, embedded_grads, slots, f.layout.positions, step, *f.rotary, rotated)
-
     def makers(self) -> tuple[Callable[[], Sequence[Tensor]], ...]:
         """What makes the gradients of the weights in each group of `LATE`: a product over the rows of all steps."""
-        return self.norms_grads, self.out_grad, self.qkv_grads, self.down_grad, self.gate_up_grads
+        own = self.forward.heads.weight_grads
+        return self.norms_grads, own, self.out_grad, self.pair_grads, self.down_grad, self.gate_up_grads
 
     def norms_grads(self) -> list[Tensor]:
         return [self.grad_norms[name] for name in ("hidden", "post", "final")]
@@ -379,18 +363,17 @@ class _Backward:
         product_of_rows_(out, self.grad_middle, f.attended)
         return [out]
 
-    def qkv_grads(self) -> list[Tensor]:
-        """Of q, k, v and of the norm of the embeddings, which scales one half of their columns."""
-        f, weights = self.forward, self.forward.weights
-        stacked, rows = f.layout.stacked, f.layout.counts[0]
-        q_width, kv_heads, width = f.shape.q_width, f.shape.kv_heads * f.shape.head_dim, f.features.shape[1]
+    def pair_grads(self) -> list[Tensor]:
+        """Of the pair's projections, and of the norm of the embeddings, which scales one half of their columns."""
+        f, weights, q = self.forward, self.forward.weights, self.forward.heads.q_width
+        stacked, rows, width = f.layout.stacked, f.layout.counts[0], f.features.shape[1]
         joined = f.features.new_empty((len(weights.state), 2 * width), dtype=f.exact)
-        product_of_rows_(joined[:q_width, width:], self.grad_qkv[:stacked, :q_width], f.entered[:stacked])
-        product_of_rows_(joined[q_width:, width:], self.grad_qkv[rows:, q_width:], f.entered[rows:])
+        product_of_rows_(joined[:q, width:], self.grad_projected[:stacked, :q], f.entered[:stacked])
+        product_of_rows_(joined[q:, width:], self.grad_projected[rows:, q:], f.entered[rows:])
         unscaled = joined[:, :width]
         product_of_rows_(unscaled, self.grad_embedded.to(f.features.dtype), f.unit_embeddings)
         grad_input = f.kernels.scale_columns_(unscaled, weights.embed, weights.input)
-        return [*joined.split([q_width, kv_heads, kv_heads]), grad_input]
+        return [*joined.split(f.heads.parts), grad_input]
 
     def down_grad(self) -> list[Tensor]:
         if self.product is not None:
@@ -406,19 +389,3 @@ class _Backward:
         elif not self.begun:
             self.grad_gate_up.zero_()
         return list(self.grad_gate_up.chunk(2))
-
-
-def product_of_rows_(into: Tensor, grads: Tensor, inputs: Tensor, accumulate: bool = False) -> None:
-    """A weight's gradient, Σ over rows of outer products: [n, out], [n, in] → into [out, in], or added to it.
-
-    On a GPU operands of 16 bits are summed and kept in fp32.
-    """
-    mixed = into.dtype != grads.dtype
-    if accumulate and mixed:
-        torch.addmm(into, grads.T, inputs, out_dtype=into.dtype, out=into)
-    elif mixed:
-        torch.mm(grads.T, inputs, out_dtype=into.dtype, out=into)
-    elif accumulate:
-        into.addmm_(grads.T, inputs)
-    else:
-        torch.mm(grads.T, inputs, out=into)

@@ -13,8 +13,16 @@ from eagle3.drafter import Eagle3Drafter
 from eagle3.fused_step import FusedStep
 from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import LOSSES, UnrollLoss, mix_losses
-from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
+from tests.drafters import MLA, Teacher, make_document, make_drafter, make_shape, train_step
 
+# `mscale_all_dim` also scales latent attention's softmax.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 VARIANTS = {
     "dense": {},
     "grouped queries": {"num_key_value_heads": 2},
@@ -25,6 +33,9 @@ VARIANTS = {
     "both": {"norm_before_residual": True, "norm_output": True, "draft_vocab_size": 15},
     "rotary scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "narrow heads": {"head_dim": 6, "num_key_value_heads": 2},
+    "latent attention": MLA,
+    "latent attention, scaled": {**MLA, "rope_scaling": YARN, "draft_vocab_size": 15},
+    "latent attention, both": {**MLA, "norm_before_residual": True, "norm_output": True},
 }
 
 
@@ -88,7 +99,7 @@ def test_every_gradient_equals_the_drafters_own(name: str) -> None:
     assert_same_step(drafter, fused_step(drafter, docs, 5), train_step(drafter, docs, 5))
 
 
-@pytest.mark.parametrize("name", ["dense", "both"])
+@pytest.mark.parametrize("name", ["dense", "both", "latent attention"])
 def test_rows_made_again_in_the_backward_pass_change_nothing(name: str) -> None:
     drafter = make_drafter(make_shape(**VARIANTS[name]))
     docs = documents(drafter.shape)
@@ -114,8 +125,11 @@ def test_losses_mixed_from_config(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 9])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_t9_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients(tokens: int, recompute: bool) -> None:
-    drafter = make_drafter(make_shape())
+@pytest.mark.parametrize("name", ["dense", "latent attention"])
+def test_t9_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients(
+    tokens: int, recompute: bool, name: str
+) -> None:
+    drafter = make_drafter(make_shape(**VARIANTS[name]))
     docs = [make_document(drafter.shape, [], tokens, 1)] if tokens else []
     step = fused_step(drafter, docs, 3, recompute=recompute)
     step.loss.backward()

@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle3.head_rows import HeadRows
 from eagle3.kernels.flash import attend_columns, attend_columns_backward
 from eagle3.kernels.losses import compare_, row_sums
 from eagle3.kernels.own import deltas, join, join_backward, own_backward
 from eagle3.row_layout import RowLayout
 
 __all__ = [
+    "add_embedded_",
     "attend",
     "attend_backward",
     "compare_",
@@ -25,7 +27,6 @@ __all__ = [
     "norm_backward",
     "own_backward",
     "rotate_",
-    "rotate_backward_",
     "row_sums",
     "scale_columns_",
     "swiglu",
@@ -37,49 +38,30 @@ WIDE = 1024  # elements of a row to a program
 SCALED_ROWS = 64
 
 
-def attend(qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor) -> None:
+def attend(rows: HeadRows, step: int, layout: RowLayout, out: Tensor, lse: Tensor) -> None:
     """As in `plain`, but `lse` has its queries in ascending order."""
-    query, key, value, columns = _parts(qkv, step, heads, layout)
-    attend_columns(query, key, value, step, heads, layout, out, lse)
+    attend_columns(rows, step, layout, out, lse)
     if step:
-        join(query, columns, step, heads, layout, out, lse)
+        join(rows, step, layout, out, lse)
 
 
 def attend_backward(
-    qkv: Tensor,
+    rows: HeadRows,
     step: int,
-    heads: tuple[int, int, int],
     layout: RowLayout,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    grads: Tensor,
+    grads: HeadRows,
     column_grads: Tensor,
     own_weights: Tensor,
     own_scores: Tensor,
 ) -> None:
-    query, key, value, columns = _parts(qkv, step, heads, layout)
-    first, last = layout.bounds(step)
-    grad_query = grads[first:last]
-    delta = deltas(out, grad_out, heads[0], layout.order(step))
-    attend_columns_backward(query, key, value, step, heads, layout, lse, delta, grad_out, grad_query, column_grads)
+    grad_query = grads.query[slice(*layout.bounds(step))]
+    delta = deltas(out, grad_out, rows.heads[0], layout.order(step))
+    attend_columns_backward(rows, step, layout, lse, delta, grad_out, grad_query, column_grads)
     if step:
-        join_backward(query, columns, step, heads, layout, lse, delta, grad_out, grad_query, own_weights, own_scores)
-
-
-def _parts(
-    qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where a step's queries, step 0's keys and values, and the own columns of all steps begin."""
-    q_heads, kv_heads, width = heads
-    first, last = layout.bounds(step)
-    tokens = qkv[layout.stacked :]
-    return (
-        qkv[first:last],
-        tokens[:, q_heads * width :],
-        tokens[:, (q_heads + kv_heads) * width :],
-        qkv[:, q_heads * width :],
-    )
+        join_backward(rows, step, layout, lse, delta, grad_out, grad_query, own_weights, own_scores)
 
 
 def norm(
@@ -98,6 +80,7 @@ def norm(
         outs[-1],
         rstd,
         len(outs[-1]),
+        x.stride(0),
         width,
         eps,
         ADDED=added is not None,
@@ -109,17 +92,17 @@ def norm(
 
 @triton.jit(do_not_specialize=["rows2"])
 def _norm(
-    x, added, weight, out, weight2, out2, rstd, rows2, width, eps,
+    x, added, weight, out, weight2, out2, rstd, rows2, stride, width, eps,
     ADDED: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < width
-    at = row * width + column
-    value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    at, place = row * width + column, x + row * stride + column
+    value = tl.load(place, mask=live, other=0.0).to(tl.float32)
     if ADDED:
         value += tl.load(added + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=live)
+        tl.store(place, value.to(x.dtype.element_ty), mask=live)
     scale = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(rstd + row, scale)
     value = value * scale
@@ -155,6 +138,7 @@ def norm_backward(
         out,
         partial,
         rows,
+        x.stride(0),
         width,
         SECOND=len(grads) > 1,
         BLOCK=triton.next_power_of_2(width),
@@ -165,7 +149,8 @@ def norm_backward(
 
 @triton.jit(do_not_specialize=["grad_rows", "grad2_rows", "added_rows", "rows"])
 def _norm_backward(
-    x, rstd, weight, grad, grad_rows, weight2, grad2, grad2_rows, added, added_rows, out, partial, rows, width,
+    x, rstd, weight, grad, grad_rows, weight2, grad2, grad2_rows, added, added_rows, out, partial, rows, stride,
+    width,
     SECOND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -178,9 +163,9 @@ def _norm_backward(
         total2 = tl.zeros([BLOCK], tl.float32)
     for index in range(program, rows, programs):
         row = tl.cast(index, tl.int64)
-        at = row * width + column
+        at, place = row * width + column, row * stride + column
         inverse = tl.load(rstd + row)
-        unit = tl.load(x + at, mask=live, other=0.0).to(tl.float32) * inverse
+        unit = tl.load(x + place, mask=live, other=0.0).to(tl.float32) * inverse
         received = tl.load(grad + at, mask=live & (row < grad_rows), other=0.0).to(tl.float32)
         total += received * unit
         grad_unit = received * scale
@@ -190,62 +175,72 @@ def _norm_backward(
             grad_unit += received * scale2
         result = (grad_unit - unit * (tl.sum(grad_unit * unit, 0) / width)) * inverse
         result += tl.load(added + at, mask=live & (row < added_rows), other=0.0).to(tl.float32)
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
     tl.store(partial + program * width + column, total, mask=live)
     if SECOND:
         tl.store(partial + (programs + program) * width + column, total2, mask=live)
 
 
-def rotate_(
-    rows: Tensor, embedded: Tensor, slots: Tensor, positions: Tensor, step: int, cos: Tensor, sin: Tensor, rotated: int
-) -> None:
-    _rotate(rows, embedded, slots, positions, step, cos, sin, rotated, backward=False)
-
-
-def rotate_backward_(
-    grads: Tensor,
-    embedded_grads: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    step: int,
-    cos: Tensor,
-    sin: Tensor,
-    rotated: int,
-) -> None:
-    _rotate(grads, embedded_grads, slots, positions, step, cos, sin, rotated, backward=True)
-
-
-def _rotate(
-    rows: Tensor,
-    embedded: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    step: int,
-    cos: Tensor,
-    sin: Tensor,
-    rotated: int,
-    backward: bool,
-) -> None:
-    if len(rows) == 0:
+def add_embedded_(rows: Tensor, embedded: Tensor, slots: Tensor, step: int, backward: bool = False) -> None:
+    count, width = rows.shape
+    if count == 0:
         return
-    half = cos.shape[1]
-    heads = rows.shape[1] // (2 * half)
+    places = (rows, rows.stride(0), embedded, embedded.stride(0))
+    _add[(count, triton.cdiv(width, WIDE))](
+        *places, len(embedded), slots, step, width, BACKWARD=backward, BLOCK=WIDE, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "step"])
+def _add(
+    rows, row_stride, embedded, embedded_stride, tokens, slots, step, width, BACKWARD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.load(slots + row) + 1 + step).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = (column < width) & (token < tokens)
+    place, source = rows + row * row_stride + column, embedded + token * embedded_stride + column
+    total = tl.load(place, mask=live, other=0.0).to(tl.float32) + tl.load(source, mask=live, other=0.0).to(tl.float32)
+    if BACKWARD:
+        tl.store(source, total, mask=live)
+    else:
+        tl.store(place, total.to(rows.dtype.element_ty), mask=live)
+
+
+def rotate_(
+    rows: Tensor,
+    embedded: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    step: int,
+    rotary: tuple[Tensor, Tensor],
+    rotated: int,
+    neighbours: bool = False,
+    backward: bool = False,
+) -> None:
+    count, heads, _ = rows.shape
+    if count == 0:
+        return
+    source = rows if embedded is None else embedded  # heads lie alike in both
+    half = rotary[0].shape[1]
     block = triton.next_power_of_2(half)
     some = max(min(triton.next_power_of_2(heads), 2048 // block), 1)
-    _turn[(len(rows), triton.cdiv(heads, some))](
+    _turn[(count, triton.cdiv(heads, some))](
         rows,
         rows.stride(0),
-        embedded,
-        embedded.stride(0),
-        len(embedded),
+        source,
+        source.stride(0),
+        rows.stride(1),
+        len(source),
         slots,
         positions,
         step,
-        cos,
-        sin,
+        *rotary,
         heads,
         rotated,
         half,
+        ADDED=embedded is not None,
+        NEIGHBOURS=neighbours,
         BACKWARD=backward,
         HEADS=some,
         BLOCK=block,
@@ -255,8 +250,9 @@ def _rotate(
 
 @triton.jit(do_not_specialize=["tokens", "step"])
 def _turn(
-    rows, row_stride, embedded, embedded_stride, tokens, slots, positions, step, cos, sin, heads, rotated, half,
-    BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, row_stride, embedded, embedded_stride, head_stride, tokens, slots, positions, step, cos, sin, heads, rotated,
+    half,
+    ADDED: tl.constexpr, NEIGHBOURS: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -265,28 +261,34 @@ def _turn(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     live = (head < heads) & (column < half)
-    inside = live & (token < tokens)
     turned = live & (head < rotated)
-    at = head * (2 * half) + column
-    place, source = rows + row * row_stride + at, embedded + token * embedded_stride + at
+    at, other = head * head_stride + column, half
+    if NEIGHBOURS:
+        at, other = at + column, 1
+    place = rows + row * row_stride + at
     first = tl.load(place, mask=live, other=0.0).to(tl.float32)
-    second = tl.load(place + half, mask=live, other=0.0).to(tl.float32)
+    second = tl.load(place + other, mask=live, other=0.0).to(tl.float32)
     c = tl.load(cos + position * half + column, mask=turned, other=1.0)
     s = tl.load(sin + position * half + column, mask=turned, other=0.0)
-    other_first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    other_second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        inside = live & (token < tokens)
+        source = embedded + token * embedded_stride + at
+        other_first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        other_second = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
     if BACKWARD:
         left = first * c + second * s
         right = second * c - first * s
-        tl.store(source, left + other_first, mask=inside)
-        tl.store(source + half, right + other_second, mask=inside)
+        if ADDED:
+            tl.store(source, left + other_first, mask=inside)
+            tl.store(source + other, right + other_second, mask=inside)
     else:
-        first += other_first
-        second += other_second
+        if ADDED:
+            first += other_first
+            second += other_second
         left = first * c - second * s
         right = second * c + first * s
     tl.store(place, left.to(rows.dtype.element_ty), mask=live)
-    tl.store(place + half, right.to(rows.dtype.element_ty), mask=live)
+    tl.store(place + other, right.to(rows.dtype.element_ty), mask=live)
 
 
 def scale_columns_(grads: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

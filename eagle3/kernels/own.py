@@ -9,7 +9,6 @@ backward pass needs of them is kept in fp32 [steps, q_heads, n].
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,70 +16,84 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle3.head_rows import HeadRows
+from eagle3.kernels.operands import operands, padded_widths
 from eagle3.row_layout import RowLayout
 
 ROWS = 16  # rows to a program
 
 
-def join(
-    query: Tensor, columns: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor
-) -> None:
-    """Joins the columns of steps 1 … step to `out` [n, q_heads * D] and `lse` [q_heads, n] of step 0's, in place.
+def join(rows: HeadRows, step: int, layout: RowLayout, out: Tensor, lse: Tensor) -> None:
+    """Joins the columns of steps 1 … step to `out` [n, q_heads * E] and `lse` [q_heads, n] of step 0's, in place.
 
-    `query` [n, …] and `columns` (all steps' keys and values, stacked as the layout says) share a row stride; `lse` is
-    in ascending order of queries.
+    `lse` is in ascending order of queries.
     """
-    q_heads, kv_heads, width = heads
-    _join[(triton.cdiv(len(query), ROWS), q_heads)](
-        query,
-        columns,
+    q_heads, kv_heads = rows.heads
+    _join[(triton.cdiv(len(out), ROWS), q_heads)](
+        *operands(rows, layout.bounds(step), 0),
         out,
         lse,
         layout.order(step),
         layout.offsets,
-        len(query),
-        query.stride(0),
+        len(out),
         q_heads,
         kv_heads,
         step,
-        1 / math.sqrt(width),
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
+        rows.scale,
+        **padded_widths(rows),
         SIZE=ROWS,
         num_warps=4,
     )
 
 
+@triton.jit
+def _some(order, rows, SIZE: tl.constexpr):
+    """A program's queries: their numbers in ascending order, which exist, their rows."""
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    live = index < rows
+    return index, live, tl.load(order + index, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def _wide(base, both, lane):
+    """Rows that begin at `base` [n, 1], in fp32, zero where not `both`."""
+    return tl.load(base + lane, mask=both, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "step"])
 def _join(
-    query, columns, out, lse, order, offsets, rows, stride, q_heads, kv_heads, step, scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    query, key, value, shared, q_stride, q_head, kv_stride, kv_head, shared_stride, out, lse, order, offsets, rows,
+    q_heads, kv_heads, step, scale,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     head = tl.program_id(1)
     group = head // (q_heads // kv_heads)
-    live = index < rows
-    row = tl.load(order + index, mask=live, other=0).to(tl.int64)
-    lane = tl.arange(0, PADDED)
-    both = live[:, None] & (lane < WIDTH)[None, :]
-    q = (
-        tl.load(query + row[:, None] * stride + head * WIDTH + lane[None, :], mask=both, other=0.0).to(tl.float32)
-        * scale
-    )
-    place = out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
-    mixed = tl.load(place, mask=both, other=0.0).to(tl.float32)
+    index, live, row = _some(order, rows, SIZE)
+    lane, value_lane = tl.arange(0, DP)[None, :], tl.arange(0, EP)[None, :]
+    both, value_both = live[:, None] & (lane < D), live[:, None] & (value_lane < E)
+    at = query + row[:, None] * q_stride + head * q_head
+    q = _wide(at, both, lane) * scale
+    if R:
+        rest_lane = tl.arange(0, RP)[None, :]
+        rest_both = live[:, None] & (rest_lane < R)
+        rest = _wide(at + D, rest_both, rest_lane) * scale
+    place = out + (row * q_heads + head)[:, None] * E + value_lane
+    mixed = tl.load(place, mask=value_both, other=0.0).to(tl.float32)
     top = tl.load(lse + head * rows + index, mask=live, other=0.0)
     total = tl.full([SIZE], 1.0, tl.float32)
     for j in range(1, step + 1):
-        own = columns + (tl.load(offsets + j) + row)[:, None] * stride + group * WIDTH + lane[None, :]
-        score = tl.sum(q * tl.load(own, mask=both, other=0.0).to(tl.float32), 1)
+        own = (tl.load(offsets + j) + row)[:, None]
+        column = own * kv_stride + group * kv_head
+        score = tl.sum(q * _wide(key + column, both, lane), 1)
+        if R:
+            score += tl.sum(rest * _wide(shared + own * shared_stride, rest_both, rest_lane), 1)
         now = tl.maximum(top, score)
         old, weight = tl.exp(top - now), tl.exp(score - now)
-        value = tl.load(own + kv_heads * WIDTH, mask=both, other=0.0).to(tl.float32)
-        mixed = mixed * old[:, None] + weight[:, None] * value
+        mixed = mixed * old[:, None] + weight[:, None] * _wide(value + column, value_both, value_lane)
         total = total * old + weight
         top = now
-    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=both)
+    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=value_both)
     tl.store(lse + head * rows + index, top + tl.log(total), mask=live)
 
 
@@ -105,23 +118,18 @@ def deltas(out: Tensor, grad_out: Tensor, q_heads: int, order: Tensor) -> Tensor
 
 @triton.jit(do_not_specialize=["rows"])
 def _deltas(out, grad_out, found, order, rows, q_heads, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr):
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     head = tl.program_id(1)
-    live = index < rows
-    row = tl.load(order + index, mask=live, other=0).to(tl.int64)
-    lane = tl.arange(0, PADDED)
-    both = live[:, None] & (lane < WIDTH)[None, :]
-    at = (row * q_heads + head)[:, None] * WIDTH + lane[None, :]
-    left = tl.load(out + at, mask=both, other=0.0).to(tl.float32)
-    right = tl.load(grad_out + at, mask=both, other=0.0).to(tl.float32)
-    tl.store(found + head * rows + index, tl.sum(left * right, 1), mask=live)
+    index, live, row = _some(order, rows, SIZE)
+    lane = tl.arange(0, PADDED)[None, :]
+    both = live[:, None] & (lane < WIDTH)
+    at = (row * q_heads + head)[:, None] * WIDTH
+    product = _wide(out + at, both, lane) * _wide(grad_out + at, both, lane)
+    tl.store(found + head * rows + index, tl.sum(product, 1), mask=live)
 
 
 def join_backward(
-    query: Tensor,
-    columns: Tensor,
+    rows: HeadRows,
     step: int,
-    heads: tuple[int, int, int],
     layout: RowLayout,
     lse: Tensor,
     delta: Tensor,
@@ -130,11 +138,13 @@ def join_backward(
     own_weights: Tensor,
     own_scores: Tensor,
 ) -> None:
-    """Adds the own columns' part to `grad_query` and leaves their weights and scores' gradients [step, q_heads, n]."""
-    q_heads, kv_heads, width = heads
-    _join_backward[(triton.cdiv(len(query), ROWS), q_heads)](
-        query,
-        columns,
+    """Adds the own columns' part to `grad_query` and leaves their weights and scores' gradients [step, q_heads, n].
+
+    `grad_query` has the queries' strides.
+    """
+    q_heads, kv_heads = rows.heads
+    _join_backward[(triton.cdiv(len(grad_out), ROWS), q_heads)](
+        *operands(rows, layout.bounds(step), 0),
         lse,
         delta,
         grad_out,
@@ -143,14 +153,12 @@ def join_backward(
         own_scores,
         layout.order(step),
         layout.offsets,
-        len(query),
-        query.stride(0),
+        len(grad_out),
         q_heads,
         kv_heads,
         step,
-        1 / math.sqrt(width),
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
+        rows.scale,
+        **padded_widths(rows),
         SIZE=ROWS,
         num_warps=4,
     )
@@ -158,97 +166,113 @@ def join_backward(
 
 @triton.jit(do_not_specialize=["rows", "step"])
 def _join_backward(
-    query, columns, lse, delta, grad_out, grad_query, own_weights, own_scores, order, offsets, rows, stride, q_heads,
-    kv_heads, step, scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    query, key, value, shared, q_stride, q_head, kv_stride, kv_head, shared_stride, lse, delta, grad_out, grad_query,
+    own_weights, own_scores, order, offsets, rows, q_heads, kv_heads, step, scale,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     head = tl.program_id(1)
     group = head // (q_heads // kv_heads)
-    live = index < rows
-    row = tl.load(order + index, mask=live, other=0).to(tl.int64)
-    lane = tl.arange(0, PADDED)
-    both = live[:, None] & (lane < WIDTH)[None, :]
-    at = row[:, None] * stride + head * WIDTH + lane[None, :]
-    q = tl.load(query + at, mask=both, other=0.0).to(tl.float32)
-    grad = tl.load(grad_out + (row * q_heads + head)[:, None] * WIDTH + lane[None, :], mask=both, other=0.0).to(
-        tl.float32
-    )
-    total = tl.load(grad_query + at, mask=both, other=0.0).to(tl.float32)
+    index, live, row = _some(order, rows, SIZE)
+    lane, value_lane = tl.arange(0, DP)[None, :], tl.arange(0, EP)[None, :]
+    both, value_both = live[:, None] & (lane < D), live[:, None] & (value_lane < E)
+    at = row[:, None] * q_stride + head * q_head
+    q = _wide(query + at, both, lane)
+    total = _wide(grad_query + at, both, lane)
+    if R:
+        rest_lane = tl.arange(0, RP)[None, :]
+        rest_both = live[:, None] & (rest_lane < R)
+        rest = _wide(query + at + D, rest_both, rest_lane)
+        total_rest = _wide(grad_query + at + D, rest_both, rest_lane)
+    grad = _wide(grad_out + (row * q_heads + head)[:, None] * E, value_both, value_lane)
     log_sum = tl.load(lse + head * rows + index, mask=live, other=0.0)
     share = tl.load(delta + head * rows + index, mask=live, other=0.0)
     for j in range(1, step + 1):
-        own = columns + (tl.load(offsets + j) + row)[:, None] * stride + group * WIDTH + lane[None, :]
-        key = tl.load(own, mask=both, other=0.0).to(tl.float32)
-        value = tl.load(own + kv_heads * WIDTH, mask=both, other=0.0).to(tl.float32)
-        weight = tl.exp(tl.sum(q * key, 1) * scale - log_sum)
-        score = weight * (tl.sum(grad * value, 1) - share)
-        total += (score * scale)[:, None] * key
+        own = (tl.load(offsets + j) + row)[:, None]
+        column = own * kv_stride + group * kv_head
+        k = _wide(key + column, both, lane)
+        score = tl.sum(q * k, 1)
+        if R:
+            s = _wide(shared + own * shared_stride, rest_both, rest_lane)
+            score += tl.sum(rest * s, 1)
+        weight = tl.exp(score * scale - log_sum)
+        score = weight * (tl.sum(grad * _wide(value + column, value_both, value_lane), 1) - share)
+        total += (score * scale)[:, None] * k
+        if R:
+            total_rest += (score * scale)[:, None] * s
         place = ((j - 1) * q_heads + head) * rows + row
         tl.store(own_weights + place, weight, mask=live)
         tl.store(own_scores + place, score, mask=live)
-    tl.store(grad_query + at, total.to(grad_query.dtype.element_ty), mask=both)
+    tl.store(grad_query + at + lane, total.to(grad_query.dtype.element_ty), mask=both)
+    if R:
+        tl.store(grad_query + at + D + rest_lane, total_rest.to(grad_query.dtype.element_ty), mask=rest_both)
 
 
 def own_backward(
-    qkv: Tensor,
+    rows: HeadRows,
     step: int,
-    heads: tuple[int, int, int],
     layout: RowLayout,
     grad_out: Tensor,
-    grads: Tensor,
+    grads: HeadRows,
     own_weights: Sequence[Tensor],
     own_scores: Sequence[Tensor],
 ) -> None:
     """As `plain.own_backward`."""
-    q_heads, kv_heads, width = heads
+    q_heads, kv_heads = rows.heads
     first, last = layout.bounds(step)
-    rows = last - first
-    total = torch.zeros(2, rows, kv_heads * width, dtype=torch.float32, device=qkv.device)
+    total = torch.zeros(last - first, kv_heads, sum(rows.widths), dtype=torch.float32, device=grad_out.device)
     for later in range(step, layout.steps):
         begin, end = layout.bounds(later)
         if begin == end:
             break
+        query = rows.query[begin:end]
         _own[(triton.cdiv(end - begin, ROWS), kv_heads)](
-            qkv[begin:end],
+            query,
+            *query.stride()[:2],
             grad_out[begin:end],
             own_weights[later][step - 1],
             own_scores[later][step - 1],
             total,
             end - begin,
-            rows,
-            qkv.stride(0),
             q_heads,
             kv_heads,
-            1 / math.sqrt(width),
-            WIDTH=width,
-            PADDED=triton.next_power_of_2(width),
+            rows.scale,
+            **padded_widths(rows),
             SIZE=ROWS,
             num_warps=4,
         )
-    grads[first:last, q_heads * width :].view(rows, 2, -1).copy_(total.transpose(0, 1))
+    grads.set_columns(first, last, total)
 
 
-@triton.jit(do_not_specialize=["later_rows", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _own(
-    query, grad_out, own_weights, own_scores, total, later_rows, rows, stride, q_heads, kv_heads, scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    query, q_stride, q_head, grad_out, own_weights, own_scores, total, rows, q_heads, kv_heads, scale,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     group = tl.program_id(1)
-    lane = tl.arange(0, PADDED)
-    live = row < later_rows
-    both = live[:, None] & (lane < WIDTH)[None, :]
-    key_total = tl.zeros([SIZE, PADDED], tl.float32)
-    value_total = tl.zeros([SIZE, PADDED], tl.float32)
+    live = row < rows
+    lane, value_lane = tl.arange(0, DP)[None, :], tl.arange(0, EP)[None, :]
+    both, value_both = live[:, None] & (lane < D), live[:, None] & (value_lane < E)
+    grad_key = tl.zeros([SIZE, DP], tl.float32)
+    grad_value = tl.zeros([SIZE, EP], tl.float32)
+    if R:
+        rest_lane = tl.arange(0, RP)[None, :]
+        rest_both = live[:, None] & (rest_lane < R)
+        grad_shared = tl.zeros([SIZE, RP], tl.float32)
     heads = q_heads // kv_heads
     for head in range(group * heads, (group + 1) * heads):
-        at = head * WIDTH + lane[None, :]
-        q = tl.load(query + row[:, None] * stride + at, mask=both, other=0.0).to(tl.float32)
-        grad = tl.load(grad_out + row[:, None] * (q_heads * WIDTH) + at, mask=both, other=0.0).to(tl.float32)
-        key_total += tl.load(own_scores + head * later_rows + row, mask=live, other=0.0)[:, None] * q
-        value_total += tl.load(own_weights + head * later_rows + row, mask=live, other=0.0)[:, None] * grad
-    place = total + row[:, None] * (kv_heads * WIDTH) + group * WIDTH + lane[None, :]
-    tl.store(place, tl.load(place, mask=both, other=0.0) + key_total * scale, mask=both)
-    place += tl.cast(rows, tl.int64) * kv_heads * WIDTH
-    tl.store(place, tl.load(place, mask=both, other=0.0) + value_total, mask=both)
+        at = query + row[:, None] * q_stride + head * q_head
+        score = tl.load(own_scores + head * rows + row, mask=live, other=0.0)[:, None]
+        weight = tl.load(own_weights + head * rows + row, mask=live, other=0.0)[:, None]
+        grad_key += score * _wide(at, both, lane)
+        grad_value += weight * _wide(grad_out + (row * q_heads + head)[:, None] * E, value_both, value_lane)
+        if R:
+            grad_shared += score * _wide(at + D, rest_both, rest_lane)
+    place = total + (row * kv_heads + group)[:, None] * (D + E + R)
+    tl.store(place + lane, _wide(place, both, lane) + grad_key * scale, mask=both)
+    tl.store(place + D + value_lane, _wide(place + D, value_both, value_lane) + grad_value, mask=value_both)
+    if R:
+        place += D + E
+        tl.store(place + rest_lane, _wide(place, rest_both, rest_lane) + grad_shared * scale, mask=rest_both)

@@ -7,12 +7,12 @@ own type where that is wider), whatever the storage type.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from eagle3.head_rows import HeadRows
 from eagle3.row_layout import RowLayout
 
 
@@ -59,48 +59,57 @@ def norm_backward(
     return weight_grads
 
 
-def rotate_(
-    rows: Tensor, embedded: Tensor, slots: Tensor, positions: Tensor, step: int, cos: Tensor, sin: Tensor, rotated: int
-) -> None:
-    """Adds each row's embedding part and applies rotary embedding, in place.
+def add_embedded_(rows: Tensor, embedded: Tensor, slots: Tensor, step: int, backward: bool = False) -> None:
+    """Adds to rows [n, N], in place, what their tokens' embeddings give them.
 
-    rows [n, heads * D] are projections of the drafter's states at the packed positions `slots` [n]; embedded
-    [T, heads * D] are those of the token embeddings, of which slot t takes that of token t + 1 + step (none past the
-    end). Slot t is rotated at positions[t] + step; cos, sin [positions, D / 2] are fp32. The first `rotated` heads are
-    rotated by halves (Llama's convention), the others (values) only get their sum.
+    Rows belong to the packed positions `slots` [n]; of embedded [T, N] slot t takes that of token t + 1 + step, and
+    nothing past the end. `backward`: adds gradients of the result, `rows`, to those of `embedded` (fp32).
     """
     tokens = slots + 1 + step
     inside = tokens < embedded.shape[0]
-    total = _wide(rows).clone()
-    total[inside] += embedded[tokens[inside]]
-    rows.copy_(_turn(total, positions[slots] + step, cos, sin, rotated))
+    if backward:
+        embedded[tokens[inside]] += rows[inside]
+    else:
+        rows.masked_scatter_(inside[:, None], (rows[inside] + embedded[tokens[inside]]).to(rows.dtype))
 
 
-def rotate_backward_(
-    grads: Tensor,
-    embedded_grads: Tensor,
+def rotate_(
+    rows: Tensor,
+    embedded: Tensor | None,
     slots: Tensor,
     positions: Tensor,
     step: int,
-    cos: Tensor,
-    sin: Tensor,
+    rotary: tuple[Tensor, Tensor],
     rotated: int,
+    neighbours: bool = False,
+    backward: bool = False,
 ) -> None:
-    """Turns gradients of `rotate_`'s result into those of its rows, in place; adds them to `embedded_grads` (fp32)."""
-    turned = _turn(_wide(grads), positions[slots] + step, cos, -sin, rotated)
-    grads.copy_(turned)
-    tokens = slots + 1 + step
-    inside = tokens < embedded_grads.shape[0]
-    embedded_grads[tokens[inside]] += turned[inside]
+    """Applies rotary embedding to the first `rotated` heads of rows [n, heads, D], in place.
+
+    Slot t is rotated at positions[t] + step by `rotary` = (cos, sin), each fp32 [positions, D / 2]. Pairs are two
+    halves (Llama's convention) or `neighbours` (DeepSeek's). Before, all heads get their part of `embedded`
+    [T, heads, D] if it is given, as in `add_embedded_`. `backward`: turns gradients of the result into those of the
+    rows and adds them to those of `embedded` (fp32).
+    """
+    cos, sin = rotary
+    total = _wide(rows).clone()
+    if embedded is not None and not backward:
+        add_embedded_(total.flatten(1), embedded.flatten(1), slots, step)
+    turned = _turn(total, positions[slots] + step, cos, -sin if backward else sin, rotated, neighbours)
+    rows.copy_(turned)
+    if embedded is not None and backward:
+        tokens = slots + 1 + step
+        inside = tokens < embedded.shape[0]
+        embedded[tokens[inside]] += turned[inside]
 
 
-def _turn(rows: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
-    half = cos.shape[1]
-    heads = rows.view(rows.shape[0], rows.shape[1] // (2 * half), 2 * half)
-    first, second = heads[:, :rotated, :half], heads[:, :rotated, half:]
+def _turn(heads: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, rotated: int, neighbours: bool) -> Tensor:
     c, s = cos[positions][:, None], sin[positions][:, None]
-    turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
-    return torch.cat((turned, heads[:, rotated:]), dim=1).view(rows.shape)
+    some = heads[:, :rotated]
+    first, second = (some[..., 0::2], some[..., 1::2]) if neighbours else some.chunk(2, dim=-1)
+    turned = (first * c - second * s, second * c + first * s)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if neighbours else torch.cat(turned, dim=-1)
+    return torch.cat((joined, heads[:, rotated:]), dim=1)
 
 
 def scale_columns_(grads: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -134,129 +143,115 @@ def swiglu_backward_(gate_up: Tensor, grad: Tensor) -> None:
     grad.copy_(product)
 
 
-def attend(qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout, out: Tensor, lse: Tensor) -> None:
-    """Attention of one unroll step into out [n, q_heads * D]; `lse` [q_heads, n] fp32 receives the log-sum-exps.
+def attend(rows: HeadRows, step: int, layout: RowLayout, out: Tensor, lse: Tensor) -> None:
+    """Attention of one unroll step into out [n, q_heads * E]; `lse` [q_heads, n] fp32 receives the log-sum-exps.
 
-    `qkv` [M + T, (q_heads + 2 kv_heads) * D] holds rotated queries, keys and values of all steps and, in its last T
-    rows, the keys and values of step 0; `heads` = (q_heads, kv_heads, D). Under one softmax a query sees the step-0
-    columns of its document up to its own, and its row's columns of steps 1 … step.
+    Under one softmax a query of `rows` sees the step-0 columns of its document up to its own, and its row's columns of
+    steps 1 … step.
     """
-    query, key, value, own_key, own_value = _parts(qkv, step, heads, layout)
-    for head in range(heads[0]):
-        scores = _scores(query, key, own_key, head, heads, layout.visible(step))
+    query, key, value, own_key, own_value = _parts(rows, step, layout)
+    q_heads, kv_heads = rows.heads
+    for head in range(q_heads):
+        group = head // (q_heads // kv_heads)
+        scores = _scores(query[:, head], key[:, group], own_key[:, :, group], rows.scale, layout.visible(step))
         total = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - total[:, None])
-        group = head // (heads[0] // heads[1])
         mixed = weights[:, : key.shape[0]] @ value[:, group]
         mixed += torch.einsum("nj,jnd->nd", weights[:, key.shape[0] :], own_value[:, :, group])
-        out.view(-1, heads[0], heads[2])[:, head] = mixed.to(out.dtype)
+        out.view(len(out), q_heads, -1)[:, head] = mixed.to(out.dtype)
         lse[head] = total
 
 
 def attend_backward(
-    qkv: Tensor,
+    rows: HeadRows,
     step: int,
-    heads: tuple[int, int, int],
     layout: RowLayout,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    grads: Tensor,
+    grads: HeadRows,
     column_grads: Tensor,
     own_weights: Tensor,
     own_scores: Tensor,
 ) -> None:
     """The gradient of `attend` with respect to queries (into `grads`) and step-0 columns (added to `column_grads`).
 
-    `grad_out` [n, q_heads * D]; `grads` [M + T, …] is laid out as qkv; `column_grads` [T, 2 kv_heads * D] fp32. What
-    own columns need is left in own_weights and own_scores [steps, q_heads, n]: `own_backward` collects it from all
-    steps at once.
+    `grad_out` [n, q_heads * E]; `column_grads` [T, kv_heads, D + E + R] fp32. What own columns need is left in
+    own_weights and own_scores [steps, q_heads, n]: `own_backward` collects it from all steps at once.
     """
-    query, key, value, own_key, own_value = _parts(qkv, step, heads, layout)
-    q_heads, kv_heads, width = heads
-    scale = 1 / math.sqrt(width)
-    first, last = layout.bounds(step)
-    columns = column_grads.view(-1, 2, kv_heads, width)
-    grad_query = grads[first:last].view(-1, q_heads + 2 * kv_heads, width)
+    query, key, value, own_key, own_value = _parts(rows, step, layout)
+    (q_heads, kv_heads), (width, value_width, _) = rows.heads, rows.widths
+    grad_query = grads.query[slice(*layout.bounds(step))]
+    by_head = (len(out), q_heads, value_width)
     for head in range(q_heads):
         group = head // (q_heads // kv_heads)
-        scores = _scores(query, key, own_key, head, heads, layout.visible(step))
+        scores = _scores(query[:, head], key[:, group], own_key[:, :, group], rows.scale, layout.visible(step))
         weights = torch.exp(scores - lse[head][:, None])
-        grad = _wide(grad_out).view(-1, q_heads, width)[:, head]
-        delta = (grad * _wide(out).view(-1, q_heads, width)[:, head]).sum(-1, keepdim=True)
+        grad = _wide(grad_out).view(by_head)[:, head]
+        delta = (grad * _wide(out).view(by_head)[:, head]).sum(-1, keepdim=True)
         shared, own = weights[:, : key.shape[0]], weights[:, key.shape[0] :]
         grad_shared = shared * (grad @ value[:, group].mT - delta)
         grad_own = own * (torch.einsum("nd,jnd->nj", grad, own_value[:, :, group]) - delta)
-        columns[:, 0, group] += grad_shared.mT @ query[:, head] * scale
-        columns[:, 1, group] += shared.mT @ grad
+        grad_key = grad_shared.mT @ query[:, head] * rows.scale
+        joined = (grad_key[:, :width], shared.mT @ grad, grad_key[:, width:])
+        column_grads[:, group] += torch.cat(joined, dim=-1)
         mixed = grad_shared @ key[:, group] + torch.einsum("nj,jnd->nd", grad_own, own_key[:, :, group])
-        grad_query[:, head] = (mixed * scale).to(grads.dtype)
+        grad_query[:, head] = (mixed * rows.scale).to(grad_query.dtype)
         own_weights[:step, head] = own.mT
         own_scores[:step, head] = grad_own.mT
 
 
 def own_backward(
-    qkv: Tensor,
+    rows: HeadRows,
     step: int,
-    heads: tuple[int, int, int],
     layout: RowLayout,
     grad_out: Tensor,
-    grads: Tensor,
+    grads: HeadRows,
     own_weights: Sequence[Tensor],
     own_scores: Sequence[Tensor],
 ) -> None:
     """The gradient of the columns that `step` added, from the queries of this and all later steps, into `grads`.
 
-    `grad_out` [M, q_heads * D] holds all steps' gradients; `own_weights` and `own_scores` those that `attend_backward`
+    `grad_out` [M, q_heads * E] holds all steps' gradients; `own_weights` and `own_scores` those that `attend_backward`
     left for each step.
     """
-    q_heads, kv_heads, width = heads
-    scale = 1 / math.sqrt(width)
+    kv_heads, (width, value_width, shared_width) = rows.heads[1], rows.widths
     first, last = layout.bounds(step)
-    grad_key = torch.zeros(last - first, kv_heads, width, dtype=_wide(qkv[:0]).dtype, device=qkv.device)
-    grad_value = torch.zeros_like(grad_key)
+    total = _wide(grad_out[:0]).new_zeros(last - first, kv_heads, width + value_width + shared_width)
     for later in range(step, layout.steps):
         begin, end = layout.bounds(later)
-        rows = end - begin
-        query = _wide(qkv[begin:end, : q_heads * width]).view(rows, kv_heads, -1, width)
-        grad = _wide(grad_out[begin:end]).view(rows, kv_heads, -1, width)
-        weight = own_weights[later][step - 1].mT.reshape(rows, kv_heads, -1, 1)
-        score = own_scores[later][step - 1].mT.reshape(rows, kv_heads, -1, 1)
-        grad_key[:rows] += (score * query).sum(2) * scale
-        grad_value[:rows] += (weight * grad).sum(2)
-    into = grads[first:last, q_heads * width :].view(last - first, 2, kv_heads, width)
-    into[:, 0] = grad_key.to(grads.dtype)
-    into[:, 1] = grad_value.to(grads.dtype)
+        n = end - begin
+        query = _wide(rows.query[begin:end]).reshape(n, kv_heads, -1, width + shared_width)
+        grad = _wide(grad_out[begin:end]).view(n, kv_heads, -1, value_width)
+        weight = own_weights[later][step - 1].mT.reshape(n, kv_heads, -1, 1)
+        score = own_scores[later][step - 1].mT.reshape(n, kv_heads, -1, 1)
+        grad_key = (score * query).sum(2) * rows.scale
+        total[:n] += torch.cat((grad_key[..., :width], (weight * grad).sum(2), grad_key[..., width:]), dim=-1)
+    grads.set_columns(first, last, total)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _parts(
-    qkv: Tensor, step: int, heads: tuple[int, int, int], layout: RowLayout
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries [n, q_heads, D], step-0 keys and values [T, kv_heads, D], own ones [step, n, kv_heads, D], all wide."""
-    q_heads, kv_heads, width = heads
+def _parts(rows: HeadRows, step: int, layout: RowLayout) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries [n, q_heads, D + R], step-0 keys [T, kv_heads, D + R] and values, own ones [step, n, …], all wide."""
     first, last = layout.bounds(step)
-    rows = last - first
-    query = _wide(qkv[first:last, : q_heads * width]).view(rows, q_heads, width)
-    start = layout.bounds(layout.steps)[0]
-    shared = _wide(qkv[start:, q_heads * width :]).view(-1, 2, kv_heads, width)
-    own = [qkv[layout.bounds(j)[0] :][:rows, q_heads * width :] for j in range(1, step + 1)]
-    mine = _wide(torch.stack(own)) if own else shared.new_zeros(0, rows, 2 * kv_heads * width)
-    mine = mine.view(step, rows, 2, kv_heads, width)
-    return query, shared[:, 0], shared[:, 1], mine[:, :, 0], mine[:, :, 1]
+    n, start = last - first, layout.stacked
+    keys = torch.cat((rows.key, rows.shared[:, None].expand(-1, rows.heads[1], -1)), dim=-1)
+    own = [slice(layout.bounds(j)[0], layout.bounds(j)[0] + n) for j in range(1, step + 1)]
+    own_keys, own_values = (
+        _wide(torch.stack([x[at] for at in own])) if own else _wide(x.new_zeros(0, n, *x.shape[1:]))
+        for x in (keys, rows.value)
+    )
+    return _wide(rows.query[first:last]), _wide(keys[start:]), _wide(rows.value[start:]), own_keys, own_values
 
 
-def _scores(
-    query: Tensor, key: Tensor, own_key: Tensor, head: int, heads: tuple[int, int, int], visible: Tensor
-) -> Tensor:
+def _scores(query: Tensor, key: Tensor, own_key: Tensor, scale: float, visible: Tensor) -> Tensor:
     """Scaled scores [n, T + step] of one head, the invisible ones at minus infinity."""
-    group = head // (heads[0] // heads[1])
-    shared = (query[:, head] @ key[:, group].mT).masked_fill(~visible, float("-inf"))
-    own = torch.einsum("nd,jnd->nj", query[:, head], own_key[:, :, group])
-    return torch.cat((shared, own), dim=-1) / math.sqrt(heads[2])
+    shared = (query @ key.mT).masked_fill(~visible, float("-inf"))
+    own = torch.einsum("nd,jnd->nj", query, own_key)
+    return torch.cat((shared, own), dim=-1) * scale
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:

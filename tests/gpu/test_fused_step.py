@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from eagle3.batches import PackedBatch, pack
 from eagle3.drafter import Eagle3Drafter
+from eagle3.head_rows import HeadRows
 from eagle3.loss import LOSSES, mix_losses, unroll_loss
 from eagle3.row_layout import RowLayout, lay_out
 from eagle3.slots import pack_rows, supervised_slots
 from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
-from tests.test_unroll import fused_step
+from tests.test_unroll import YARN, fused_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,11 +29,23 @@ WIDE = {
     "draft_vocab_size": 500,
     "head_dim": 32,
 }
+
+
+def latent(nope: int, rope: int, value: int, **ranks: int) -> dict[str, object]:
+    """A latent drafter's sizes."""
+    widths = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value, "head_dim": nope + rope}
+    return {"attention": "mla", **widths, **ranks}
+
+
+NORMS = {"norm_before_residual": True, "norm_output": True, "norm_before_fc": True, "fc_norm": True}
 VARIANTS = {
     "grouped queries": {"num_key_value_heads": 2},
     "head width 128": {"head_dim": 128, "num_key_value_heads": 1},
-    "variants": {"norm_before_residual": True, "norm_output": True, "norm_before_fc": True, "fc_norm": True},
+    "variants": NORMS,
     "full vocabulary": {"draft_vocab_size": 900},
+    "latent attention": latent(32, 16, 32, q_lora_rank=64, kv_lora_rank=48),
+    "latent attention, all norms": latent(24, 8, 20, q_lora_rank=72, kv_lora_rank=40) | NORMS | {"rope_scaling": YARN},
+    "latent attention of 128 + 64": latent(128, 64, 128, q_lora_rank=96, kv_lora_rank=64),
 }
 
 
@@ -134,33 +147,50 @@ def test_losses_mixed_from_config(name: str) -> None:
     assert max(relative_errors(gradients(mine, found.loss), theirs).values()) < 1e-4
 
 
-@pytest.mark.parametrize("heads", [(8, 2, 128), (4, 4, 64)])
-def test_attention_of_scattered_rows_equals_float64(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "widths"),
+    [((8, 2), (128, 128, 0)), ((4, 4), (64, 64, 0)), ((8, 8), (128, 128, 64)), ((4, 2), (24, 40, 8))],
+)
+def test_attention_of_scattered_rows_equals_float64(heads: tuple[int, int], widths: tuple[int, int, int]) -> None:
     """Output and every gradient of one step, T7's rows cut by turns; what nobody may read is poisoned."""
     from eagle3.kernels import fused, plain
 
     layout = layout_of([700, 40, 500, 260], turns=True)
-    q_heads, kv_heads, width = heads
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(1)
-    qkv = torch.randn(
-        layout.stacked + layout.tokens, (q_heads + 2 * kv_heads) * width, generator=generator, device=device
-    ).bfloat16()
-    step, rows = 3, layout.counts[3]
-    grad_out = torch.randn(rows, q_heads * width, generator=generator, device=device).bfloat16()
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device).bfloat16()
+
+    step, rows, q_heads = 3, layout.counts[3], heads[0]
+    first, last = layout.bounds(step)
+    inputs, grad_out = buffers(layout, heads, widths, random), random(layout.stacked, q_heads * widths[1])
     results = []
-    for kernels, x, exact in ((fused, qkv, torch.float32), (plain, qkv.double(), torch.float64)):
-        out = torch.full((rows, q_heads * width), torch.nan, device=device, dtype=x.dtype)
+    for kernels, kind, exact in ((fused, torch.bfloat16, torch.float32), (plain, torch.float64, torch.float64)):
+        x = views(widths, *(buffer.to(kind) for buffer in inputs))
+        grads = views(widths, *(torch.full_like(buffer, torch.nan, dtype=kind) for buffer in inputs))
+        out = torch.full((rows, q_heads * widths[1]), torch.nan, device=device, dtype=kind)
         lse = torch.empty(q_heads, rows, device=device, dtype=exact)
-        grads = torch.full_like(x, torch.nan)
-        columns = torch.zeros(layout.tokens, 2 * kv_heads * width, device=device, dtype=exact)
-        own = torch.empty(2, step, q_heads, rows, device=device, dtype=exact)
-        kernels.attend(x, step, heads, layout, out, lse)
-        kernels.attend_backward(x, step, heads, layout, out, lse, grad_out.to(x.dtype), grads, columns, *own)
-        first, last = layout.bounds(step)
-        results.append([out, grads[first:last, : q_heads * width], columns, own])
+        columns = torch.zeros(layout.tokens, heads[1], sum(widths), device=device, dtype=exact)
+        own = [torch.full((2, k, q_heads, n), 0.1, device=device, dtype=exact) for k, n in enumerate(layout.counts)]
+        kernels.attend(x, step, layout, out, lse)
+        kernels.attend_backward(x, step, layout, out, lse, grad_out[first:last].to(kind), grads, columns, *own[step])
+        kernels.own_backward(x, step, layout, grad_out.to(kind), grads, *zip(*own, strict=True))
+        made = [part[first:last] for part in (grads.query, grads.key, grads.value, grads.shared)]
+        results.append([out, columns, own[step], *made])
     for found, expected in zip(*results, strict=True):
-        assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
+        assert float((found.double() - expected).norm()) <= 5e-3 * float(expected.norm())
+
+
+def buffers(layout: RowLayout, heads: tuple[int, int], widths: tuple[int, int, int], make: Callable) -> list[Tensor]:
+    """What projections would write: queries, keys beside values, and what keys share behind something else."""
+    rows, tokens, (d, e, r) = layout.stacked, layout.tokens, widths
+    return [make(rows, heads[0], d + r), make(rows + tokens, heads[1], d + e), make(rows + tokens, 8 + r)]
+
+
+def views(widths: tuple[int, int, int], query: Tensor, columns: Tensor, shared: Tensor) -> HeadRows:
+    key, value = columns.split(widths[:2], dim=2)
+    return HeadRows(query, key, value, shared[:, 8:], query.shape[2] ** -0.5)
 
 
 def layout_of(lengths: list[int], turns: bool) -> RowLayout:
@@ -177,10 +207,11 @@ def layout_of(lengths: list[int], turns: bool) -> RowLayout:
     return RowLayout(batch.counts, batch.tokens, batch.indices.cuda(), batch.bounds_of, batch.pair_bounds, batch.seen)
 
 
-def test_new_lengths_compile_nothing() -> None:
+@pytest.mark.parametrize("name", ["grouped queries", "latent attention"])
+def test_new_lengths_compile_nothing(name: str) -> None:
     from eagle3.kernels import flash
 
-    drafter = on_gpu(wide_drafter())
+    drafter = on_gpu(wide_drafter(**VARIANTS[name]))
     shape = drafter.shape
 
     def step(length: int) -> int:
@@ -193,8 +224,9 @@ def test_new_lengths_compile_nothing() -> None:
     assert [step(length) for length in (77, 256, 1000, 333)] == [before] * 4
 
 
-def test_empty_and_unsupervised_batches_give_zero_gradients() -> None:
-    drafter = on_gpu(wide_drafter())
+@pytest.mark.parametrize("name", ["grouped queries", "latent attention"])
+def test_empty_and_unsupervised_batches_give_zero_gradients(name: str) -> None:
+    drafter = on_gpu(wide_drafter(**VARIANTS[name]))
     for docs in ([], [make_document(drafter.shape, [], 90, 1)]):
         drafter.zero_grad(set_to_none=True)
         step = fused_step(drafter, docs, 3, dtype=torch.bfloat16)
