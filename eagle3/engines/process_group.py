@@ -51,6 +51,6 @@ def shared_memory(process: int) -> set[Path]:
 
 def _members(group: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it is gone, or none of ours
             if os.getpgid(int(folder.name)) == group:
                 yield int(folder.name)
