@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from eagle3.batches import Document, PackedBatch, pack
+from eagle3.blueprint import LATENT_SIZES
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.linear_loss import DraftTeacher
 
@@ -25,7 +26,10 @@ SHAPES = {
     "llama8b": (4096, 14336, 32, 8, 128, 128256, 32000, 500000.0),
     "kimi": (7168, 18432, 64, 64, 128, 163840, 32000, 50000.0),
     "kimi_full": (7168, 18432, 64, 64, 128, 163840, 163840, 50000.0),
+    "kimi_latent": (7168, 18432, 64, 64, 192, 163840, 32000, 50000.0),
 }
+# Latent attention's sizes: ranks of queries and of columns; a head's parts without and with position, its value.
+LATENT = {"kimi_latent": (1536, 512, 128, 64, 128)}
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,11 @@ class Synthetic:
 def drafter_shape(name: str, tokens: int) -> DrafterShape:
     """The drafter of a published size, long enough for `tokens`."""
     hidden, inter, heads, kv_heads, width, vocab, draft_vocab, theta = SHAPES[name]
+    latent = dict(zip(LATENT_SIZES, LATENT[name], strict=True)) if name in LATENT else {}
     return DrafterShape(
-        hidden, hidden, (2, 16, 29), vocab, draft_vocab, inter, heads, kv_heads, width, 1e-5, theta, None, tokens
-    )
+        hidden, hidden, (2, 16, 29), vocab, draft_vocab, inter, heads, kv_heads, width, 1e-5, theta, None, tokens,
+        attention="mla" if latent else "dense", **latent,
+    )  # fmt: skip
 
 
 def build(name: str, tokens: int, device: str, seed: int = 0) -> Synthetic:

@@ -66,6 +66,9 @@ CASES = {
     "llama8b_100": Case("llama8b", [4096], fraction=1.0, peers=BOTH),
     "llama8b_mix": Case("llama8b", SHAREGPT, fraction=0.8, peers=("specforge",)),
     "kimi_60": Case("kimi", [4096], peers=("specforge",)),
+    "kimi_100": Case("kimi", [4096], fraction=1.0),
+    "kimi_latent_60": Case("kimi_latent", [4096]),
+    "kimi_latent_100": Case("kimi_latent", [4096], fraction=1.0),
     "kimi_full_60": Case("kimi_full", [4096]),
     **{f"llama8b_{tokens // 1024}k": Case("llama8b", [tokens]) for tokens in (8192, 16384, 32768, 65536)},
 }
