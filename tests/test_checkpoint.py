@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,11 @@ def test_wrong_adapter(tiny_target: Path):
 
 def test_no_adapter_lists_those_that_exist(tiny_target: Path):
     """C7: the message lists the adapters and an override that works when pasted."""
-    with pytest.raises(RequestError, match=r"^model\.adapter: none chosen; .*'llama'.*LlamaAdapter"):
+    with pytest.raises(RequestError, match=r"^model\.adapter: none chosen; .*'llama'") as refusal:
         opened(tiny_target, adapter={})
+    pasted = re.search(r"'\+model\.adapter\.(_target_)=([\w.]+)'", str(refusal.value))
+    assert pasted is not None
+    assert opened(tiny_target, adapter=dict([pasted.groups()])).shape.num_layers == 6
 
 
 def test_sizes_that_contradict_the_config(copied: Path):

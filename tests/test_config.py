@@ -184,6 +184,7 @@ def test_build_hands_dataclasses_over_as_they_are() -> None:
         ({"_target_": "fractions.Fractoin"}, ("fractions.Fractoin", "AttributeError")),
         ({"_target_": HOLDER, "size": -1}, ("ValueError: size must not be negative",)),
         ({"_target_": HOLDER, "sice": 1}, ("sice", HOLDER)),
+        ({"_target_": HOLDER}, (HOLDER, "missing 1 required positional argument: 'size'")),
         ({"_target_": HOLDER, "size": 1, "inner": {"_target_": HOLDER, "size": -1}}, ("ValueError: size must not",)),
     ],
 )

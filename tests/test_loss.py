@@ -146,17 +146,24 @@ def test_under_autocast_products_run_in_bfloat16_and_the_softmax_in_float32() ->
     assert drafter.lm_head.weight.grad.dtype == torch.float32
 
 
-def test_gradient_flows_only_into_supervised_rows() -> None:
-    """T1: the hidden rows that are given are the supervised ones; the drafter's state of any other slot has none."""
+@pytest.mark.parametrize(("step", "slots"), [(0, [3, 4, 5, 8, 9]), (1, [3, 4, 8]), (2, [3])])
+def test_gradient_flows_only_into_supervised_rows(step: int, slots: list[int]) -> None:
+    """T1: answers at [4, 8) and [9, 12) of 14 tokens, the supervised slots of each step counted by hand. A step's loss
+    reaches just these outputs, and through attention the states of their columns and of those before, of none after."""
     drafter = make_drafter(make_shape())
-    document = make_document(drafter.shape, [(4, 8)], 12, 1)
+    document = make_document(drafter.shape, [(4, 8), (9, 12)], 14, 1)
     states = torch.cat(list(document.hidden_states), -1).requires_grad_()
-    batch = pack([document], 1)
+    batch = pack([document], 3)
     hidden = drafter.unroll(batch.input_ids, states, batch.position_ids, batch.slots, batch.blocks)
+    hidden.retain_grad()
     teacher = Teacher(23, 16).double()
-    weights = torch.ones(1, dtype=torch.float64) / batch.row_counts
+    weights = torch.zeros(3, dtype=torch.float64)
+    weights[step] = 1 / batch.row_counts[step]
     unroll_loss(hidden, drafter.lm_head.weight, batch.final_states, teacher, batch.slots, weights).loss.backward()
+    assert batch.row_counts.tolist() == [5, 3, 1]
+    assert hidden.grad is not None
     assert states.grad is not None
-    touched = states.grad.abs().amax(-1) > 0
-    # Slots 3, 4, 5 are supervised; they also see the columns before them, and nothing after.
-    assert touched.tolist() == [t <= 5 for t in range(12)]
+    rows = (hidden.grad.abs().amax(-1) > 0).split([5, 3, 1])
+    assert [bool(part.all()) for part in rows] == [bool(part.any()) for part in rows] == [k == step for k in range(3)]
+    assert batch.slots.supervised_rows[step].tolist() == slots
+    assert (states.grad.abs().amax(-1) > 0).tolist() == [t <= max(slots) for t in range(14)]

@@ -190,7 +190,7 @@ def test_a_template_that_rewrites_text_is_refused(marked: str) -> None:
         check_template(template_of(changed), "here")
 
 
-@pytest.mark.parametrize("name", ["chatml", "chatml_marked", "llama3", "kimi", "mistral", "harmony"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_that_spells_role_markers_is_masked_whole(name: str) -> None:
     """D5; the spelt markers become tokens, as in a server, and the conversation is counted for it."""
     family, tokenizer = FAMILIES[name], family_tokenizer(name)
