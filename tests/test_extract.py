@@ -27,6 +27,7 @@ from eagle3.checkpoint import open_target
 from eagle3.config import Config, InputsConfig, LayersConfig, StoreConfig
 from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.layers import CONVENTION
+from eagle3.shard_index import INDEX_NAME, ShardIndex
 from eagle3.stages import extract, rehearse
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
@@ -263,6 +264,26 @@ def test_killed_in_the_middle_and_resumed(cfg: Config, prepared: Path, tiny_targ
     run_stage("extract", undisturbed)
     assert contents(final) == contents(states_folder(undisturbed))
     assert not list(final.glob("*.tmp"))
+
+
+def test_e12_another_cut_into_shards_goes_on_with_the_one_that_was_begun(cfg: Config, monkeypatch: pytest.MonkeyPatch):
+    """E12: every sample once over all shards, a bounded number of files in each folder, whoever goes on."""
+    undisturbed = dataclasses.replace(cfg, output_dir=cfg.output_dir + "-undisturbed")
+    run_stage("extract", undisturbed)
+    stop_after(monkeypatch, shards=2)
+    with contextlib.suppress(KeyboardInterrupt):
+        run_stage("extract", cfg)
+    monkeypatch.undo()
+    other = dataclasses.replace(cfg, store=StoreConfig(shard_bytes=SHARD_BYTES // 4))
+    metrics, run = run_stage("extract", other)
+    folder = states_folder(cfg)
+    assert contents(folder) == contents(states_folder(undisturbed))
+    shards = [ShardIndex.read(path / INDEX_NAME) for path in sorted(folder.glob("shard-*"))]
+    assert sorted(row for shard in shards for row in shard.rows.tolist()) == list(range(len(LENGTHS)))
+    assert sum(len(shard.sample_ids) for shard in shards) == len({i for shard in shards for i in shard.sample_ids})
+    assert {len(list(path.iterdir())) for path in folder.glob("shard-*")} == {4 + 1}
+    assert metrics["samples"] == len(LENGTHS)
+    assert f"{len(shards) - 2} of {len(shards)} shards" in run.log_file.read_text()
 
 
 def test_resumed_with_another_selection(cfg: Config, monkeypatch: pytest.MonkeyPatch):

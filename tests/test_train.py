@@ -85,10 +85,13 @@ def test_artifact_says_what_the_drafter_is(done: tuple[Config, Any, Artifact, An
 
 
 def test_log_tells_the_story(done: tuple[Config, Any, Artifact, Any]) -> None:
+    """D14 too: coverage, and what only fills the vocabulary up to its size."""
     _, _, artifact, run = done
+    assert 0 < artifact.manifest()["vocabulary"]["padded"] < 300
     log = (run.folder / "run.log").read_text()
     for words in (
-        r"layers \[1, 3, 4\], draft vocabulary 300 of 400 \(100\.00% of the supervised tokens\)",
+        r"layers \[1, 3, 4\], draft vocabulary 300 of 400 \(100\.00% of the supervised tokens; "
+        rf"{artifact.manifest()['vocabulary']['padded']} ids that occur in none fill it up\)",
         r"20 samples, [\d,]+ tokens an epoch, \d+ first drafts supervised; 4 validation samples",
         r"12 optimizer steps of 1 x 1 batches of up to 160 tokens, 3 unroll steps",
         r"step 2/12: loss [\d.]+, accuracy [\d.]+% at the first draft, gradient norm [\d.]+, lr ",
@@ -119,11 +122,13 @@ def test_the_same_again_is_a_hit(done: tuple[Config, Any, Artifact, Any]) -> Non
     [
         *("layers.ids=[1,3,5]", "drafter.unroll_steps=2", "drafter.step_decay=0.9", "drafter.oov=keep", "seed=1"),
         *("trainer.lr=1e-2", "trainer.max_steps=13", "trainer.batch_tokens=100", "drafter.fc_norm=true"),
+        *("drafter.draft_vocab_size=299", "drafter.draft_vocab_size=null"),
     ],
 )
 def test_what_changes_the_result_changes_the_id(
     override: str, done: tuple[Config, Any, Artifact, Any], inputs: Path, tiny_target: Path
 ) -> None:
+    """D15 too: another vocabulary's drafter is never taken."""
     cfg, _, artifact, _ = done
     artifacts = Artifacts(Path(cfg.output_dir) / "artifacts")
     folder = Path(cfg.output_dir).parent
@@ -267,16 +272,27 @@ def assert_two_ranks_equal_one(
 
 
 def test_training_without_validation_samples(tiny_target: Path, tmp_path: Path) -> None:
-    """It is said once, the drafter is the last step's, and its last checkpoint is there to train longer from."""
+    """It is said once, the drafter is the last step's, and its last checkpoint is there to train longer from.
+
+    W6: trackers that fail at their start, in the middle and at the end cost a warning each, and no step.
+    """
     write_prompts(tmp_path / "rows.jsonl", 8)
     words = ("dataset.validation_samples=0", "dataset.max_new_tokens=8")
-    cfg = train_config(tmp_path, tiny_target, *words, "trainer.max_steps=4")
+    fail = [
+        f"+logger.loggers.{where}={{_target_: tests.test_trackers.Tracker, broken: {where}}}"
+        for where in ("init", "log", "finish")
+    ]
+    cfg = train_config(tmp_path, tiny_target, *words, "trainer.max_steps=4", *fail)
     for stage in ("prepare", "extract"):
         run_stage(stage, cfg)
     metrics, artifact, run = trained(cfg)
     assert metrics["steps"] == 4
     assert metrics["best_step"] is None
     assert metrics["simulated_acceptance_length"] is None
-    assert (run.folder / "run.log").read_text().count("no validation samples") == 1
+    log = (run.folder / "run.log").read_text()
+    assert log.count("no validation samples") == 1
+    for where in ("init", "log", "finish"):
+        assert log.count(f"logger.loggers.{where}: {where} failed (ConnectionError") == 1
+    assert log.count("WARNING") == 3
     longer = train_config(tmp_path, tiny_target, *words, "trainer.max_steps=6", f"trainer.resume_from={artifact.id}")
     assert trained(longer)[0]["steps"] == 6

@@ -221,10 +221,12 @@ class _Job:
         data, plan, shape = self.data, self.data.plan, self.drafter.shape
         tokens = int(self.prepared.lengths[data.train_rows].sum())
         weights = sum(p.numel() for p in self.drafter.parameters())
+        padded = f"; {self.vocab.padded:,} ids that occur in none fill it up" if self.vocab.padded else ""
         left_out = ", ".join(f"{count} with {reason}" for reason, count in data.skipped.items() if count)
         lines = [
             f"drafter {self.artifact.id}: {weights:,} weights, layers {list(shape.layer_ids)}, draft vocabulary "
-            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({self.coverage():.2%} of the supervised tokens)",
+            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({self.coverage():.2%} of the supervised tokens"
+            f"{padded})",
             f"{len(data.train_rows)} samples, {tokens:,} tokens an epoch, {int(data.supervised[:, 0].sum()):,} "
             f"first drafts supervised; {len(data.validation_rows)} validation samples"
             + (f"; left out: {left_out}" if left_out else ""),
