@@ -21,10 +21,12 @@ def kill_group(group: int) -> None:
 
     Memory that other processes hold under other names stays. Does not return when the group is one's own.
     """
-    for path in {path for process in _members(group) for path in shared_memory(process)}:
-        path.unlink(missing_ok=True)
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+    try:
+        for path in {path for process in _members(group) for path in shared_memory(process)}:
+            path.unlink(missing_ok=True)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def shared_memory(process: int) -> set[Path]:
@@ -37,9 +39,10 @@ def shared_memory(process: int) -> set[Path]:
     except OSError:
         return set()
     mapped: set[tuple[int, int]] = set()
-    for device, inode in (line.split()[3:5] for line in lines):
-        major, minor = device.split(":")
-        mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    for fields in (line.split() for line in lines):
+        if len(fields) > 5:  # what is mapped has a name
+            major, minor = fields[3].split(":")
+            mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
     found: set[Path] = set()
     for path in (path for name in NAMES for path in FOLDER.glob(name)):
         with suppress(OSError):
