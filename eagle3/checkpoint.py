@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from eagle3.adapter import Adapter, TargetShape, families
 from eagle3.config import Config, ModelConfig, build
 from eagle3.errors import RequestError
+from eagle3.hub import cached, fetch
 from eagle3.weights import Weights, read_json
 
 if TYPE_CHECKING:
@@ -251,27 +252,16 @@ def _folder(
         raise RequestError(
             f"{where}: {path} is no folder; expected a checkpoint folder, asset:<name> or a hub id such as org/name"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     patterns = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"] + (["*.safetensors"] if weights else [])
-    try:
-        return Path(
-            snapshot_download(
-                path, revision=revision, allow_patterns=patterns, local_files_only=offline_for is not None
-            )
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        if offline_for is not None:
-            raise RequestError(
-                f"{where}: {path} is no local folder and not in the hub cache; {offline_for} downloads no weights, on "
-                f"which ids of artifacts depend; run `hf download {path}` first, if that is its hub id"
-            ) from error
+    if offline_for is None:
+        return fetch(path, revision, patterns, where)
+    folder = cached(path, revision, patterns)
+    if folder is None:
         raise RequestError(
-            f"{where}: {path} is neither a local folder nor a hub model that could be fetched "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}); "
-            "expected a checkpoint folder; check the spelling, or download it and give its folder"
-        ) from error
+            f"{where}: {path} is no local folder and not in the hub cache; {offline_for} downloads no weights, on "
+            f"which ids of artifacts depend; run `hf download {path}` first, if that is its hub id"
+        )
+    return folder
 
 
 def _load_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:

@@ -23,10 +23,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from eagle3.artifacts import fsync_folder, write_json
-from eagle3.drafter import drafter_tensors, save_drafter
+from eagle3.drafter import WEIGHTS, drafter_tensors, save_drafter
 from eagle3.errors import RequestError, StoreError
 
 STATE, MANIFEST = "state.pt", "manifest.json"
+# What `training` puts into every checkpoint; one without it is of an earlier version.
+KEPT = ("oov_memory",)
 log = logging.getLogger("eagle3")
 
 
@@ -102,14 +104,24 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Lightning's state. StoreError when the file is torn or holds anything but plain values and tensors."""
+        """Lightning's state. StoreError when the file is torn, holds anything but plain values and tensors, or was
+        written by an earlier version, with which no run can go on bit for bit."""
         try:
-            return torch.load(Path(path) / STATE, map_location=map_location or "cpu", weights_only=True)
+            state = torch.load(Path(path) / STATE, map_location=map_location or "cpu", weights_only=True)
         except Exception as error:
             raise StoreError(
                 f"{Path(path) / STATE}: cannot be read ({type(error).__name__}: {error}); delete {path} to go on from "
                 "the checkpoint before it"
             ) from error
+        if missing := [name for name in KEPT if name not in state]:
+            drafter = Path(path).parent.parent
+            weights = (drafter / WEIGHTS).is_file()
+            raise StoreError(
+                f"{Path(path) / STATE}: found no {', '.join(missing)}, expected a checkpoint of this eagle3 version, "
+                "not of an earlier one; start afresh with trainer.resume=false and without trainer.resume_from"
+                + (f", or from its weights with drafter.warm_start={drafter}" if weights else "")
+            )
+        return state
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes it whole: first its name as a complete one, then the rest."""

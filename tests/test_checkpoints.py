@@ -290,6 +290,19 @@ def test_torn_bytes_of_the_right_length_are_found_when_read(undisturbed: dict[st
         AtomicCheckpointIO().load_checkpoint(path.parent)
 
 
+def test_a_checkpoint_of_an_earlier_version_says_what_to_do(undisturbed: dict[str, Artifact], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints/step-00000012"
+    shutil.copytree(undisturbed["plain"].folder / "checkpoints/step-00000012", folder)
+    state = torch.load(folder / "state.pt", weights_only=True)
+    del state["oov_memory"]
+    torch.save(state, folder / "state.pt")
+    with pytest.raises(StoreError, match=r"state\.pt: found no oov_memory.*trainer\.resume=false and .*resume_from$"):
+        AtomicCheckpointIO().load_checkpoint(folder)
+    shutil.copy(undisturbed["plain"].folder / WEIGHTS, tmp_path)
+    with pytest.raises(StoreError, match=f"or from its weights with drafter.warm_start={tmp_path}$"):
+        AtomicCheckpointIO().load_checkpoint(folder)
+
+
 def test_s9_a_checkpoint_that_is_not_there_is_an_error(undisturbed: dict[str, Artifact], tmp_path: Path) -> None:
     """T16, S9: the folder and what is in it are named."""
     for folder in (tmp_path / "nowhere", tmp_path):

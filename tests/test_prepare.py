@@ -23,6 +23,7 @@ from eagle3.stages.prepare import prepared
 from eagle3.tokens import Prepared, sample_id
 from tests.commands import start
 from tests.conftest import CHAT_TEMPLATE, write_tokenizer
+from tests.families import CHATML, CHATML_THINKING
 from tests.stages import configure, run_stage
 
 Configure = Callable[..., Config]
@@ -217,6 +218,47 @@ def test_all_dropped_is_a_failure_with_reasons(make: Configure) -> None:
     assert "1 x no assistant turn" in words
     assert "try dataset.answers=regenerate" in words
     assert caught.value.exit_code == 2
+
+
+def test_answers_of_one_token_are_counted_and_left_out(make: Configure) -> None:
+    """Training has no row for them. Here they are those whose second token was cut off."""
+    rows = [chat("why " * (i + 1), "It is.") for i in range(4)]
+    _, run = run_stage("prepare", make(rows, "dataset.validation_samples=0"))
+    starts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in opened(run).samples]
+    assert starts == sorted(set(starts))
+    cut = [f"dataset.max_length={starts[2] + 1}", "dataset.validation_samples=0"]
+    metrics, run = run_stage("prepare", make(rows, *cut))
+    assert opened(run).manifest["report"]["sources"]["train"]["skipped"] == {
+        "answers of one token, where nothing is drafted": 1,
+        "no supervised token within dataset.max_length": 1,
+    }
+    assert metrics["kept"] == 2
+    assert [int(np.flatnonzero(sample.loss_mask)[0]) for sample in opened(run).samples] == starts[:2]
+    with pytest.raises(RequestError, match=r"1 x answers of one token, where nothing is drafted"):
+        run_stage("prepare", make(rows[2:], *cut))
+
+
+def test_what_becomes_of_reasoning_is_counted(make: Configure, tmp_path: Path) -> None:
+    """D7: a conversation that is split by turn so that no reasoning is lost, and reasoning that a template drops."""
+    thoughtful = chat("two and two?", "Four.", "and three?", "Six.")
+    for message in thoughtful["messages"][1::2]:
+        message["reasoning_content"] = "I add."
+    rows = [thoughtful, chat("who?", "Paris.")]
+    templates = {"keeps": CHATML_THINKING, "drops": CHATML}
+    for name, text in templates.items():
+        (tmp_path / name).write_text(text)
+    notes: dict[tuple[str, bool], dict[str, int]] = {}
+    for name, preserve in (("keeps", True), ("keeps", False), ("drops", False)):
+        settings = (f"model.chat_template={tmp_path / name}", f"dataset.preserve_thinking={preserve}")
+        metrics, run = run_stage("prepare", make(rows, *settings, "dataset.validation_samples=0"))
+        notes[name, preserve] = opened(run).manifest["report"]["notes"]
+        assert metrics["kept"] == 2
+        assert metrics["samples"] == (3 if preserve else 2)
+    assert notes == {
+        ("keeps", True): {"conversations of several samples, one a turn": 1},
+        ("keeps", False): {},
+        ("drops", False): {"last answers whose reasoning the chat template leaves out": 1},
+    }
 
 
 def test_masks_that_would_all_be_zero_stop_the_stage(make: Configure) -> None:

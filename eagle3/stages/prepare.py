@@ -32,7 +32,7 @@ from eagle3.stages.rehearse import open_rehearsed
 from eagle3.tokens import Prepared, Tokens, check_template, special_ids, stop_ids, tokenize
 from eagle3.vocab import build_vocab, check_size
 
-FORMAT = 1  # of the files and of how they are made; part of the artifact's identity
+FORMAT = 2  # of the files and of how they are made; part of the artifact's identity
 JOURNAL = "answers.jsonl"
 MAKE = "eagle3 stage=prepare"
 
@@ -273,6 +273,10 @@ class _Preparation:
             counts.truncated += len(tokens.input_ids) > most
             tokens = Tokens(tokens.input_ids[:most], tokens.loss_mask[:most])
             if not tokens.loss_mask.any():
+                continue
+            if not (tokens.loss_mask[1:] & tokens.loss_mask[:-1]).any():
+                # The target writes an answer's first token itself; there is nothing to draft behind it.
+                reason = "answers of one token, where nothing is drafted"
                 continue
             if writer.add(tokens, conversation.key, group):
                 written += 1
