@@ -9,8 +9,9 @@ end stands behind it); everything else is refused with a reason. No span is ever
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +28,8 @@ _EMPTY_TAG = re.compile(r"<(\w+)>\s*</\1>|◁(\w+)▷\s*◁/\2▷")
 _OPEN_TAG = re.compile(r"(?:<\w+>|◁\w+▷)\s*$")
 _LONGEST_TAG = 64
 _SPACE = re.compile(r"\s*")
+# A character for private use, which no text brings along.
+_MARK = "\ue000"
 
 
 class Unrenderable(Exception):
@@ -103,8 +106,8 @@ class Template:
         HistoryRewritten when only renders that end with each turn can show what was generated.
         """
         text = self.text(messages)
-        if self.preserve_thinking and not last_only:
-            self._check_thoughts(text, messages)
+        if self.preserve_thinking and not last_only and self._hides_thought(messages, range(len(messages) - 1)):
+            raise HistoryRewritten("the chat template drops earlier reasoning")
         pieces = self.adapter.answer_spans(self, messages, text)
         if pieces is None:
             pieces = (
@@ -120,17 +123,22 @@ class Template:
 
     def drops_reasoning(self, messages: Sequence[Message]) -> bool:
         """Whether the last answer comes with reasoning that the template leaves out of the render."""
-        reasoning = messages[-1].reasoning
-        return reasoning is not None and reasoning.strip() not in self.text(messages)
+        return messages[-1].reasoning is not None and self._hides_thought(messages, [len(messages) - 1])
 
     def spells_special_token(self, messages: Sequence[Message]) -> bool:
         """Whether a message's text holds a special token, which the tokenizer takes for one, as in a server."""
         return any(self._special_pattern.search(message.content) for message in messages)
 
-    def _check_thoughts(self, text: str, messages: Sequence[Message]) -> None:
-        for message in messages[:-1]:
-            if (thought := _thought(message)) and thought not in text:
-                raise HistoryRewritten("the chat template drops earlier reasoning")
+    def _hides_thought(self, messages: Sequence[Message], turns: Iterable[int]) -> bool:
+        """Whether the render lacks the reasoning of one of these turns. Told by a mark in each, since the words of one
+        may stand elsewhere in the text, in another turn's reasoning or in an answer."""
+        marked, marks = list(messages), []
+        for turn in turns:
+            if thought := _thought(messages[turn]):
+                marks.append(f"{_MARK}{turn}{_MARK}")
+                marked[turn] = _marked_thought(messages[turn], thought, marks[-1])
+        text = self.text(marked) if marks else ""
+        return not all(mark in text for mark in marks)
 
     def _marked(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
         """What the template's generation markers enclose."""
@@ -261,8 +269,17 @@ def _thought(message: Message) -> str:
     if message.reasoning:
         return message.reasoning.strip()
     if message.role == "assistant" and "</think>" in message.content:
-        return message.content.rpartition("</think>")[0].partition("<think>")[2].strip()
+        # The prompt may have opened the tag.
+        return message.content.rpartition("</think>")[0].rpartition("<think>")[2].strip()
     return ""
+
+
+def _marked_thought(message: Message, thought: str, mark: str) -> Message:
+    """The message with a mark at the end of its reasoning."""
+    if message.reasoning:
+        return dataclasses.replace(message, reasoning=thought + mark)
+    before, tag, answer = message.content.rpartition("</think>")
+    return dataclasses.replace(message, content=before.rstrip() + mark + tag + answer)
 
 
 def _spellings(message: Message) -> list[str]:

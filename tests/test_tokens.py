@@ -228,6 +228,25 @@ def test_preserved_reasoning_splits_the_conversation_by_turn() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Message("assistant", "It is four.", reasoning="Three and three, I think."),
+        Message("assistant", "<think>\nI add.\n</think>\n\nIt is four."),
+        Message("assistant", "I add.\n</think>\n\nIt is four."),
+    ],
+    ids=["as in the next turn", "inline", "inline, opened by the prompt"],
+)
+def test_reasoning_whose_words_stand_elsewhere_is_still_missed(answer: Message) -> None:
+    """D7: what a template drops is told by the turn, not by the words."""
+    later = (Message("user", "You said: I add."), *THOUGHTS[3:])
+    cutting = CHATML_THINKING.replace("m.content +", "m.content.split('</think>')[-1].strip() +")
+    template = template_of(cutting, adapter=QwenAdapter(), preserve_thinking=True)
+    assert len(tokenize(template, (THOUGHTS[0], answer, *later))) == 2
+    assert len(tokenize(template, (THOUGHTS[0], Message("assistant", "It is four."), *later))) == 1
+    assert template_of(CHATML).drops_reasoning((THOUGHTS[0], Message("assistant", "It is four.", reasoning="four")))
+
+
 def test_a_template_that_can_preserve_reasoning_is_asked_to() -> None:
     """D7: Kimi's template reads `preserve_thinking`, so the conversation stays whole."""
     template = template_of(KIMI, FAMILIES["kimi"].special, preserve_thinking=True)
