@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3 import capture as capture_module
@@ -204,6 +205,22 @@ def test_a_dry_run_writes_nothing(cfg: Config, capfd: pytest.CaptureFixture[str]
     assert metrics == {}
     assert not states_folder(cfg).exists()
     assert "tokens, layers [1, 3, 5, 6] (6 = final, pre-norm)" in run.log_file.read_text()
+
+
+def test_e5_an_engine_that_cannot_start_leaves_no_states_that_look_complete(
+    cfg: Config, tiny_target: Path, tmp_path: Path
+):
+    """E5: here the checkpoint lacks a tensor that only the engine asks for."""
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    weights = load_file(target / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(target)))
+    with pytest.raises(RequestError, match=r"layers\.1\.mlp\.up_proj"):
+        run_stage("extract", cfg)
+    assert not states_folder(cfg).exists()
+    with pytest.raises(RequestError, match=r"half-written.*run `eagle3 stage=extract`"):
+        run_stage("verify", cfg)
 
 
 def test_the_disk_is_too_small(cfg: Config, monkeypatch: pytest.MonkeyPatch):
