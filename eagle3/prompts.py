@@ -258,6 +258,11 @@ def _text(content: Any) -> str:
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise _Malformed("a message has no text")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        # JSON can spell one half of a pair that stands for a character, as of a text that was cut; tokenizers refuse it.
+        raise _Malformed("a text holds half a character") from None
     return content
 
 

@@ -120,6 +120,8 @@ def test_unfit_rows_are_counted_under_their_reasons(tmp_path: Path, caplog: pyte
         {"messages": [{"role": "user", "content": "  "}]},
         {"messages": [{"role": "king", "content": "x"}]},
         {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": "cut \ud83d"}]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": "fine", "reasoning": "\ude42"}]},
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
         {"messages": [*CHAT, {"role": "tool", "content": "42"}]},
         {"messages": CHAT, "tools": [{"name": "f"}]},
@@ -131,13 +133,14 @@ def test_unfit_rows_are_counted_under_their_reasons(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING, "eagle3"):
         found, count = read(write(tmp_path / "a.jsonl", rows))
     assert len(found) == count.kept == 1
-    assert count.read == 13 == count.kept + count.skipped.total()
+    assert count.read == 15 == count.kept + count.skipped.total()
     assert count.skipped == {
         "empty conversation": 1,
         "no user turn": 1,
         "an empty user turn": 1,
         "unknown role 'king'": 1,
         "a message has no text": 2,
+        "a text holds half a character": 2,
         "tool calls are not supported": 2,
         "field `messages` is missing or no list": 2,
         "not an object but str": 1,
