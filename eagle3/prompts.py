@@ -261,7 +261,7 @@ def _text(content: Any) -> str:
     try:
         content.encode()
     except UnicodeEncodeError:
-        # JSON can spell one half of a pair that stands for a character, as of a text that was cut; tokenizers refuse it.
+        # JSON can spell one half of a pair that stands for a character, where a text was cut; tokenizers refuse it.
         raise _Malformed("a text holds half a character") from None
     return content
 
