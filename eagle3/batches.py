@@ -1,7 +1,7 @@
 """Packed batches out of the store: whole documents, one behind the other, no padding (step 5 of the walk).
 
-Only the layers that the drafter reads are read, one contiguous slice a document and layer. Memory-mapped pages belong
-to the system's cache; what a batch holds is its own and goes with it.
+Only the layers that the drafter reads are read, one contiguous slice a document and layer, straight to its place in the
+batch or through memory that is used again. What a batch holds is its own and goes with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eagle3.slots import BoolArray, SlotRows, pack_rows, supervised_slots
 
 if TYPE_CHECKING:
     from eagle3.store import StatesStore
-    from eagle3.tokens import Prepared
+    from eagle3.tokens import Prepared, Sample
 
 log = logging.getLogger("eagle3")
 
@@ -101,20 +101,46 @@ def pack(
     alignment: str = "exact",
     row_counts: Sequence[int] | np.ndarray | None = None,
     with_layout: bool = False,
-    pinned: bool = False,
 ) -> PackedBatch:
     """Packs documents; without `row_counts` the batch is a whole optimizer step of its own.
 
-    `with_layout` adds the layout for a GPU, `pinned` puts the states into page-locked memory.
+    `with_layout` adds the layout for a GPU.
     """
-    ids = [np.asarray(document.input_ids) for document in documents]
-    masks = [np.asarray(document.loss_mask, dtype=np.bool_) for document in documents]
+    if documents:
+        hidden_states = torch.cat([torch.cat([*document.hidden_states], dim=-1) for document in documents])
+        final_states = torch.cat([document.final_states for document in documents])
+    else:
+        hidden_states = final_states = torch.empty(0, 0)
+    return assemble(
+        [(document.sample_id, document.input_ids, document.loss_mask) for document in documents],
+        hidden_states,
+        final_states,
+        steps,
+        in_draft_vocab,
+        alignment,
+        row_counts,
+        with_layout,
+    )
+
+
+def assemble(
+    texts: Sequence[tuple[str, np.ndarray, np.ndarray]],
+    hidden_states: Tensor,
+    final_states: Tensor,
+    steps: int,
+    in_draft_vocab: BoolArray | None,
+    alignment: str,
+    row_counts: Sequence[int] | np.ndarray | None,
+    with_layout: bool,
+) -> PackedBatch:
+    """The batch of documents whose states are packed already; each text is (sample id, input_ids, loss_mask)."""
+    ids = [np.asarray(input_ids) for _, input_ids, _ in texts]
+    masks = [np.asarray(loss_mask, dtype=np.bool_) for _, _, loss_mask in texts]
     flags = [supervised_slots(i, mask, steps, in_draft_vocab, alignment) for i, mask in zip(ids, masks, strict=True)]
     slots = pack_rows(ids, flags, steps)
     lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     counts = [len(rows) for rows in slots.supervised_rows] if row_counts is None else np.asarray(row_counts)
-    hidden_states, final_states = _pack_states(documents, cu_seqlens.tolist(), pinned)
     input_ids = torch.from_numpy(np.concatenate([*ids, np.empty(0)]).astype(np.int64))
     return PackedBatch(
         input_ids=input_ids,
@@ -127,25 +153,9 @@ def pack(
         slots=slots,
         row_counts=torch.as_tensor(counts, dtype=torch.int64),
         blocks=tuple(attention_blocks(rows, cu_seqlens) for rows in slots.rows),
-        sample_ids=tuple(document.sample_id for document in documents),
+        sample_ids=tuple(sample_id for sample_id, _, _ in texts),
         layout=lay_out(slots, input_ids, cu_seqlens) if with_layout else None,
     )
-
-
-def _pack_states(documents: Sequence[Document], bounds: Sequence[int], pinned: bool) -> tuple[Tensor, Tensor]:
-    """Copies every state once, from where it is mapped to its place in the batch."""
-    if not documents:
-        return torch.empty(0, 0), torch.empty(0, 0)
-    final = documents[0].final_states
-    layers, width = len(documents[0].hidden_states), final.shape[1]
-    hidden_states = final.new_empty(bounds[-1], layers * width, pin_memory=pinned)
-    final_states = final.new_empty(bounds[-1], width, pin_memory=pinned)
-    for document, start in zip(documents, bounds[:-1], strict=True):
-        stop = start + len(document.final_states)
-        final_states[start:stop] = document.final_states
-        for layer, states in enumerate(document.hidden_states):
-            hidden_states[start:stop, layer * width : (layer + 1) * width] = states
-    return hidden_states, final_states
 
 
 class BatchLoader:
@@ -194,9 +204,8 @@ def _with_known_deaths(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise StoreError(
-            f"trainer.num_workers: a process that reads batches died ({str(error).splitlines()[0]}): of SIGBUS when a "
-            "states file is cut short while it is mapped, its disk fails or /dev/shm is full, of SIGKILL when memory "
-            "runs out; run `eagle3 stage=verify`, then try store.read_mode=eager or trainer.num_workers=0"
+            f"trainer.num_workers: a process that reads batches died ({str(error).splitlines()[0]}): of SIGBUS when "
+            "/dev/shm is full, of SIGKILL when memory runs out; make room, or try trainer.num_workers=0"
         ) from error
 
 
@@ -281,14 +290,9 @@ class PackedDataModule(LightningDataModule):
     def document(self, row: int) -> Document:
         """One prepared sample with its stored states. StoreError when their numbers of tokens differ."""
         sample = self.prepared.samples[row]
-        states = self.store.read(sample.id, [*self.layer_ids, self.store.final_id])
-        final = states[self.store.final_id]
-        if len(final) != len(sample.input_ids):
-            raise StoreError(
-                f"{self.store.folder}: sample {sample.id} has {len(final)} rows of states, expected its "
-                f"{len(sample.input_ids)} tokens; run `eagle3 stage=verify`"
-            )
-        return Document(sample.id, sample.input_ids, sample.loss_mask, [states[i] for i in self.layer_ids], final)
+        hidden_states, final_states = self._read([sample], pinned=False)
+        states = hidden_states.chunk(len(self.layer_ids), dim=-1)
+        return Document(sample.id, sample.input_ids, sample.loss_mask, states, final_states)
 
     def train_batch(self, index: int) -> PackedBatch:
         """Batch `index` of the whole run, on this rank."""
@@ -302,25 +306,36 @@ class PackedDataModule(LightningDataModule):
         return [self.validation_rows[batch] for batch in plan_once(lengths, self.batch_tokens, self.ranks)[self.rank]]
 
     def _pack(self, rows: np.ndarray, counts: np.ndarray | None) -> PackedBatch:
-        documents = [self.document(row) for row in rows.tolist()]
-        batch = pack(
-            documents,
+        samples = [self.prepared.samples[row] for row in rows.tolist()]
+        # A worker process has no GPU; what it sends is page-locked by the loader.
+        pinned = self.pinned and torch.cuda.is_available() and get_worker_info() is None
+        return assemble(
+            [(sample.id, sample.input_ids, sample.loss_mask) for sample in samples],
+            *self._read(samples, pinned),
             self.unroll_steps,
             self.in_draft_vocab,
             self.mask_alignment,
             counts,
             with_layout=self.pinned,
-            # A worker process has no GPU; what it sends is page-locked by the loader.
-            pinned=self.pinned and torch.cuda.is_available() and get_worker_info() is None,
         )
-        if documents:
-            return batch
-        dtype, width = self.store.layout.torch_dtype, self.store.layout.hidden_size
-        return dataclasses.replace(
-            batch,
-            hidden_states=torch.empty(0, len(self.layer_ids) * width, dtype=dtype),
-            final_states=torch.empty(0, width, dtype=dtype),
-        )
+
+    def _read(self, samples: Sequence[Sample], pinned: bool) -> tuple[Tensor, Tensor]:
+        """The captured states [T, K * H] and the final states [T, H] of samples, one behind the other."""
+        lengths = [len(sample.input_ids) for sample in samples]
+        dtype, width, layers = self.store.layout.torch_dtype, self.store.layout.hidden_size, len(self.layer_ids)
+        hidden_states = torch.empty(sum(lengths), layers * width, dtype=dtype, pin_memory=pinned)
+        final_states = torch.empty(sum(lengths), width, dtype=dtype, pin_memory=pinned)
+        # A layer's rows lie apart in the batch, together in the file; this memory stays in the processor's caches.
+        through = torch.empty(max(lengths, default=0), width, dtype=dtype)
+        start = 0
+        for sample, length in zip(samples, lengths, strict=True):
+            stop = start + length
+            self.store.read_into(final_states[start:stop], sample.id, self.store.final_id)
+            for number, layer_id in enumerate(self.layer_ids):
+                self.store.read_into(through[:length], sample.id, layer_id)
+                hidden_states[start:stop, number * width : (number + 1) * width] = through[:length]
+            start = stop
+        return hidden_states, final_states
 
     def setup(self, stage: str) -> None:
         """Training without a validation sample is said, and Lightning told not to look for any."""

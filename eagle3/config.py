@@ -113,7 +113,6 @@ class StoreConfig:
     dtype: str = choice("bfloat16", "float32")
     shard_bytes: int = number(1_500_000_000, least=1)
     shard_seconds: float = number(60.0, above=0)
-    read_mode: str = choice("mmap", "eager")
     free_space_margin: float = number(0.05, least=0)
     max_failed_fraction: float = number(0.01, least=0, most=1)
 

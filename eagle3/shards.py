@@ -312,14 +312,26 @@ def check_layer_file(path: Path, layout: Layout, plan: ShardPlan, layer_id: int,
 
 def read_rows(path: Path, layout: Layout, data_offset: int, start: int, length: int) -> Tensor:
     """The rows [length, H] of a layer file from `start` on. StoreError when it ends before."""
+    rows = torch.empty(length, layout.hidden_size, dtype=layout.torch_dtype)
     with path.open("rb", buffering=0) as file:
-        data = bytearray(length * layout.row_bytes)
-        view, offset = memoryview(data), data_offset + start * layout.row_bytes
-        while view and (count := os.preadv(file.fileno(), [view], offset)):
+        fill_rows(file.fileno(), path, data_offset + start * layout.row_bytes, rows)
+    return rows
+
+
+def fill_rows(handle: int, path: Path, offset: int, rows: Tensor) -> None:
+    """Reads `rows` [T, H], contiguous on the CPU, from the open file `handle` of `path`.
+
+    StoreError when it ends before, or when the disk fails.
+    """
+    assert rows.is_contiguous()  # else the bytes would be those of a copy
+    view, problem = raw_bytes(rows), "ended early"
+    try:
+        while view and (count := os.preadv(handle, [view], offset)):
             view, offset = view[count:], offset + count
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
     if view:
-        raise StoreError(f"{path}: ended early in rows {start} (+{length}); run `eagle3 stage=verify`")
-    return torch.frombuffer(data, dtype=layout.torch_dtype).view(length, layout.hidden_size)
+        raise StoreError(f"{path}: {problem} at byte {offset}; run `eagle3 stage=verify`")
 
 
 def data_start(path: Path) -> int:

@@ -1,16 +1,18 @@
-"""Reading the states store: a sample's hidden states by id, memory-mapped or by plain reads (step 4 of the walk).
+"""Reading the states store: a sample's hidden states by id (step 4 of the walk).
 
 store = StatesStore.open(folder)                  # artifacts/states/<id>
 store.verify(prepared)                            # never train on states of other token ids
 states = store.read(sample_id, [2, 15, 27, store.final_id])      # {layer id: [T, H]}
+
+Rows are read by plain calls, never through a memory map: to touch a page that a shortened file has lost, or that a
+failing disk does not give, would kill the process (SIGBUS), where a call comes back with an error. Into memory that is
+used again it is faster, too (`tests/benchmarks/training_input.py`).
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
-import mmap
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,21 +24,32 @@ from torch import Tensor
 
 from eagle3.errors import RequestError, StoreError
 from eagle3.shard_index import INDEX_NAME, ShardIndex
-from eagle3.shards import Layout, data_start, read_rows
+from eagle3.shards import Layout, data_start, fill_rows
 
 if TYPE_CHECKING:
     from eagle3.checkpoint import Target
     from eagle3.tokens import Prepared
 
 MAX_OPEN_FILES = 64
-log = logging.getLogger("eagle3")
+
+
+class _LayerFile:
+    """A layer file that is open for reading, until nobody refers to it any more; `start` is where its rows begin."""
+
+    def __init__(self, path: Path) -> None:
+        self.start = data_start(path)
+        self.handle = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
 
 
 class StatesStore:
     """A complete states artifact. Safe to hand to worker processes: open files are not part of its pickle."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], read_mode: str) -> None:
-        self.folder, self.manifest, self.read_mode = folder, manifest, read_mode
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
         self.layout = Layout(manifest["hidden_size"], manifest["dtype"], manifest["final_id"])
         self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
         # Arrays, not a dict: memory should hardly grow with the number of samples.
@@ -49,16 +62,14 @@ class StatesStore:
         self._starts = np.concatenate([np.empty(0, np.int64), *(starts for _, starts, _ in indexes)])
         self.lengths: np.ndarray = np.concatenate([np.empty(0, np.int64), *(lengths for _, _, lengths in indexes)])
         """int64 [N]: tokens of each stored sample, in the order of `sample_ids`."""
-        self._open: OrderedDict[Path, tuple[mmap.mmap | None, int]] = OrderedDict()
+        self._open: OrderedDict[Path, _LayerFile] = OrderedDict()
 
     @classmethod
-    def open(cls, folder: Path, read_mode: str = "mmap") -> StatesStore:
-        """Opens a states artifact's folder; `read_mode` is mmap (fast, cached by the system) or eager (plain reads).
+    def open(cls, folder: Path) -> StatesStore:
+        """Opens a states artifact's folder.
 
         Raises RequestError for a folder that is no complete states artifact, StoreError for a damaged one.
         """
-        if read_mode not in ("mmap", "eager"):
-            raise RequestError(f"store.read_mode: found {read_mode!r}, expected mmap or eager")
         path = Path(folder) / "manifest.json"
         if not path.is_file():
             raise RequestError(
@@ -66,7 +77,7 @@ class StatesStore:
             )
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
-            return cls(Path(folder), manifest, read_mode)
+            return cls(Path(folder), manifest)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(
                 f"{path}: is no manifest of a states store ({type(error).__name__}: {error}); delete {folder} and run "
@@ -102,22 +113,35 @@ class StatesStore:
         return ShardIndex.read(self.folder / self.shards[shard] / INDEX_NAME)
 
     def read(self, sample_id: str, layer_ids: Sequence[int]) -> dict[int, Tensor]:
-        """A sample's states [T, H] by layer id, in the store's dtype; in mmap mode they are views of the file.
+        """A sample's states [T, H] by layer id, in the store's dtype.
 
         RequestError for a sample or layer that is not stored, StoreError for a file that lost its rows.
         """
-        place = self._known(sample_id)
-        shard, start, length = self.shards[self._shards[place]], int(self._starts[place]), int(self.lengths[place])
-        states: dict[int, Tensor] = {}
-        for layer_id in layer_ids:
-            if layer_id not in self.manifest["layer_ids"]:
-                raise RequestError(
-                    f"{self.folder}: holds layers {list(self.layer_ids)}, asked for {layer_id}; run "
-                    f"`eagle3 stage=extract layers.ids=[{layer_id}]` to add it"
-                )
-            path = self.folder / shard / self.layout.file_name(layer_id)
-            states[layer_id] = self._rows(path, start, length)
+        shape = int(self.lengths[self._known(sample_id)]), self.layout.hidden_size
+        states = {layer_id: torch.empty(shape, dtype=self.layout.torch_dtype) for layer_id in layer_ids}
+        for layer_id, rows in states.items():
+            self.read_into(rows, sample_id, layer_id)
         return states
+
+    def read_into(self, rows: Tensor, sample_id: str, layer_id: int) -> None:
+        """Reads a sample's state of one layer into `rows` [T, H], contiguous on the CPU, in the store's dtype.
+
+        Errors as `read`; StoreError, too, when the sample has another number of rows.
+        """
+        place = self._known(sample_id)
+        if layer_id not in self.manifest["layer_ids"]:
+            raise RequestError(
+                f"{self.folder}: holds layers {list(self.layer_ids)}, asked for {layer_id}; run "
+                f"`eagle3 stage=extract layers.ids=[{layer_id}]` to add it"
+            )
+        if len(rows) != self.lengths[place]:
+            raise StoreError(
+                f"{self.folder}: sample {sample_id} has {self.lengths[place]} rows of states, expected its "
+                f"{len(rows)} tokens; run `eagle3 stage=verify`"
+            )
+        path = self.folder / self.shards[self._shards[place]] / self.layout.file_name(layer_id)
+        file = self._file(path)
+        fill_rows(file.handle, path, file.start + int(self._starts[place]) * self.layout.row_bytes, rows)
 
     def input_ids(self, sample_id: str) -> np.ndarray:
         """The token ids int32 [T] whose states are stored."""
@@ -182,43 +206,10 @@ class StatesStore:
             f"{len(expected)} tokens); the template, tokenizer or data changed: run `eagle3 stage=extract`"
         )
 
-    def _rows(self, path: Path, start: int, length: int) -> Tensor:
-        source, first = self._file(path)
-        if source is None:
-            return read_rows(path, self.layout, first, start, length)
-        position = first + start * self.layout.row_bytes
-        # The file's size of now: to touch a page that a shortened file has lost kills the process (SIGBUS).
-        size, end = min(len(source), source.size()), position + length * self.layout.row_bytes
-        if end > size:
-            raise StoreError(
-                f"{path}: is shorter than its index says ({size} bytes, expected at least {end}); run `eagle3 "
-                "stage=verify`, and if files here can change while they are read, set store.read_mode=eager"
-            )
-        count = length * self.layout.hidden_size
-        rows = torch.frombuffer(source, dtype=self.layout.torch_dtype, count=count, offset=position)
-        return rows.view(length, self.layout.hidden_size)
-
-    def _file(self, path: Path) -> tuple[mmap.mmap | None, int]:
-        """A layer file's map, None when it is read eagerly, and the offset of its rows; few are kept open.
-
-        A map that is dropped lives on while tensors look into it.
-        """
-        if path not in self._open:
-            start = data_start(path)
-            self._open[path] = (self._map(path) if self.read_mode == "mmap" else None, start)
-            if len(self._open) > MAX_OPEN_FILES:
-                self._open.popitem(last=False)
-        self._open.move_to_end(path)
-        return self._open[path]
-
-    def _map(self, path: Path) -> mmap.mmap | None:
-        with path.open("rb") as file:
-            try:
-                # Copy-on-write, because torch wants writable memory; nobody writes, so no page is ever copied.
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except OSError as error:
-                if error.errno != errno.ENODEV:
-                    raise
-        log.warning("%s: this file system cannot map files; reading eagerly from here on", path)
-        self.read_mode = "eager"
-        return None
+    def _file(self, path: Path) -> _LayerFile:
+        """A layer file, open; few are kept so. Several threads may ask at once."""
+        file = self._open.pop(path, None) or _LayerFile(path)
+        self._open[path] = file
+        if len(self._open) > MAX_OPEN_FILES:
+            self._open.popitem(last=False)
+        return file

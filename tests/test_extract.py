@@ -162,7 +162,7 @@ def test_identity_is_of_content_not_of_layers_or_budgets(cfg: Config):
     artifacts = Artifacts(Path(cfg.output_dir) / "artifacts")
     same = [
         with_layers(cfg, 2),
-        dataclasses.replace(cfg, store=StoreConfig(shard_bytes=10**9, read_mode="eager", shard_seconds=1.0)),
+        dataclasses.replace(cfg, store=StoreConfig(shard_bytes=10**9, shard_seconds=1.0)),
         dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, batch_tokens=7)),
         dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, name="other name")),
     ]

@@ -22,6 +22,7 @@ from eagle3.checkpoints import Checkpoint, Checkpoints, checkpoint_to_resume, co
 from eagle3.config import Config, build
 from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError
+from eagle3.loss import mix_losses
 from eagle3.published import is_published
 from eagle3.runs import Artifact, Artifacts, Run
 from eagle3.stages import extract
@@ -87,6 +88,44 @@ def _trained(artifacts: Artifacts, given: str, where: str) -> Artifact:
     return found
 
 
+def _origin(cfg: Config, artifacts: Artifacts, target: Target) -> Artifact | None:
+    """The drafter that this one goes on from."""
+    given, longer = cfg.drafter.warm_start, cfg.trainer.resume_from
+    if longer is None:
+        return None if given is None else _trained(artifacts, given, "drafter.warm_start")
+    if given is not None:
+        raise RequestError(
+            "drafter.warm_start: cannot go with trainer.resume_from, which brings its own weights; leave one out"
+        )
+    origin = _trained(artifacts, longer, "trainer.resume_from")
+    if differing := _other_target(origin, target):
+        raise RequestError(
+            f"trainer.resume_from: {origin.folder} was trained for another target ({differing}), expected the same; "
+            "configure that one, or take only its weights with drafter.warm_start"
+        )
+    return origin
+
+
+def _other_target(origin: Artifact, target: Target) -> str:
+    """How the target that a drafter was trained for differs; what others have published does not say which it was."""
+    trained_for = origin.manifest().get("target") if origin.complete else None
+    return "" if trained_for is None else target.differences(trained_for)
+
+
+def _previous(cfg: Config, origin: Artifact | None) -> Checkpoint | None:
+    """The checkpoint of `trainer.resume_from`."""
+    if cfg.trainer.resume_from is None or origin is None:
+        return None
+    checkpoint = checkpoint_to_resume(origin.folder, "trainer.resume_from")
+    before, now = checkpoint.manifest["accumulate"], cfg.trainer.accumulate
+    if before != now:
+        raise RequestError(
+            f"trainer.accumulate: found {now}, expected {before}, with which trainer.resume_from="
+            f"{cfg.trainer.resume_from} counted its steps; try trainer.accumulate={before}"
+        )
+    return checkpoint
+
+
 def layer_ids(cfg: Config, target: Target) -> tuple[int, ...]:
     """The layers that this drafter reads."""
     return extract.selections(cfg.layers, target.shape.num_layers)[0]
@@ -95,6 +134,14 @@ def layer_ids(cfg: Config, target: Target) -> tuple[int, ...]:
 def ranks(cfg: Config) -> int:
     """The number of training processes."""
     return cfg.hardware.devices * int(cfg.trainer.lightning.get("num_nodes", 1))
+
+
+def check_config(cfg: Config) -> None:
+    """RequestError for what can be wrong with the training before there are states to train on."""
+    check_trainer(cfg.trainer)
+    mix_losses(cfg.drafter.losses)
+    artifacts = Artifacts(Path(cfg.output_dir) / "artifacts", attached=True)
+    _previous(cfg, _origin(cfg, artifacts, open_target(cfg)))
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
@@ -119,12 +166,8 @@ class _Job:
     def __init__(self, cfg: Config, run: Run, target: Target, states: Artifact, artifact: Artifact) -> None:
         self.cfg, self.run, self.target, self.states, self.artifact = cfg, run, target, states, artifact
         check_trainer(cfg.trainer)
-        if cfg.trainer.resume_from and cfg.drafter.warm_start:
-            raise RequestError(
-                "drafter.warm_start: cannot go with trainer.resume_from, which brings its own weights; leave one out"
-            )
         run.read(states)
-        self.store = StatesStore.open(states.folder, cfg.store.read_mode)
+        self.store = StatesStore.open(states.folder)
         self.store.check_target(target)
         self.layer_ids = layer_ids(cfg, target)
         absent = [i for i in self.layer_ids if i not in self.store.layer_ids]
@@ -140,46 +183,16 @@ class _Job:
         run.read(prepared)
         self.prepared = Prepared.open(prepared.folder)
         self.store.verify(self.prepared)
-        self.origin = self._origin()
-        self.previous = self._previous()
+        self.origin = _origin(cfg, run.artifacts, target)
+        self.previous = _previous(cfg, self.origin)
+        if self.origin is not None and self.previous is not None:
+            run.read(self.origin)
+        elif self.origin is not None and (differing := _other_target(self.origin, target)):
+            run.log.warning("drafter.warm_start: %s was trained for another target: %s", self.origin.folder, differing)
         self.scales: list[float] | None = None
         self.drafter, self.vocab = self._new_drafter()
         self.data = self._data()
         self.first_step = 0
-
-    def _origin(self) -> Artifact | None:
-        """The drafter that this one goes on from."""
-        given, longer = self.cfg.drafter.warm_start, self.cfg.trainer.resume_from
-        where = "drafter.warm_start" if longer is None else "trainer.resume_from"
-        if given is None and longer is None:
-            return None
-        origin = _trained(self.run.artifacts, str(given or longer), where)
-        # What others have published does not say which target it was trained for.
-        target = origin.manifest().get("target") if origin.complete else None
-        differing = "" if target is None else self.target.differences(target)
-        if differing and longer is not None:
-            raise RequestError(
-                f"{where}: {origin.folder} was trained for another target ({differing}), expected the same; configure "
-                "that one, or take only its weights with drafter.warm_start"
-            )
-        if differing:
-            self.run.log.warning("%s: %s was trained for another target: %s", where, origin.folder, differing)
-        return origin
-
-    def _previous(self) -> Checkpoint | None:
-        """The checkpoint of `trainer.resume_from`."""
-        given = self.cfg.trainer.resume_from
-        if given is None or self.origin is None:
-            return None
-        checkpoint = checkpoint_to_resume(self.origin.folder, "trainer.resume_from")
-        before, now = checkpoint.manifest["accumulate"], self.cfg.trainer.accumulate
-        if before != now:
-            raise RequestError(
-                f"trainer.accumulate: found {now}, expected {before}, with which trainer.resume_from={given} counted "
-                f"its steps; try trainer.accumulate={before}"
-            )
-        self.run.read(self.origin)
-        return checkpoint
 
     def _new_drafter(self) -> tuple[Eagle3Drafter, VocabMap]:
         cfg = self.cfg

@@ -42,7 +42,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
             f"{faults[0]} ({len(faults)} faults in all, listed in run.log); delete what is named and run "
             f"`{extract.MAKE}`, which makes only that again"
         )
-    store = StatesStore.open(artifact.folder, cfg.store.read_mode)
+    store = StatesStore.open(artifact.folder)
     store.verify(prepared)
     store.check_target(target)
     metrics = {
