@@ -5,7 +5,6 @@ Each function draws one question's answer and returns its figure; `report` saves
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eagle3.findings import Findings, Selection, half_width
+from eagle3.findings import Findings, Selection
 from eagle3.records import Record
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; the pale yellow is left out.
@@ -32,7 +32,23 @@ STYLE: dict[Any, Any] = {
 }
 # More rows than this are no picture; the page's table has them all.
 MOST = 24
-WIDTH = 8.2
+# As wide as the page, so that its letters have the page's size.
+WIDTH = 10.0
+SMALL = 9
+MARKERS = "oDs^vPX"
+TIMES = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+# The colours of what is stacked: softer than those of selections, which they do not stand for.
+PARTS = {
+    "start": "#cccccc",
+    "prepare": "#e5c494",
+    "extract": "#fc8d62",
+    "train": "#66c2a5",
+    "export": "#e78ac3",
+    "evaluate": "#a6d854",
+    "states read": "#8da0cb",
+    "drafter": "#66c2a5",
+}
 
 
 def style() -> AbstractContextManager[None]:
@@ -53,52 +69,51 @@ def colours(selections: Sequence[Selection]) -> dict[str, str]:
 def acceptance(findings: Findings) -> Figure:
     """Acceptance length of each selection: a dot for each seed, the mean, and its 95 % interval."""
     shown = findings.measured[:MOST]
-    figure, (axes,) = _figure(1.3 + 0.42 * len(shown))
+    figure, (axes,) = _figure(1.4 + 0.46 * len(shown))
     palette = colours(findings.selections)
     simulated = "simulated_acceptance_length"
+    low, high = _frame(findings, shown)
+    axes.set_xlim(low, high)
     for row, selection in enumerate(shown):
-        colour = palette[selection.label]
-        mean = selection.mean
+        colour, mean, spread = palette[selection.label], selection.mean, selection.spread
         assert mean is not None
-        spread = half_width(selection.values)
-        reach = max(abs(value - mean) for value in selection.values)
         if spread is not None:
-            # An interval from two seeds can be wider than the picture: it then runs out of it.
-            axes.errorbar(mean, row, xerr=spread, color=colour, capsize=4, lw=1.2, zorder=2)
+            # No length is below 1.
+            axes.errorbar(
+                mean, row, xerr=[[min(spread, mean - 1)], [spread]], color=colour, capsize=4, lw=1.2, zorder=2
+            )
+            # One from two seeds can be wider than the picture: arrows say that it runs on.
+            for edge, marker, beyond in ((low, "<", max(mean - spread, 1) < low), (high, ">", mean + spread > high)):
+                if beyond:
+                    axes.plot(edge, row, marker, color=colour, ms=7, clip_on=False, zorder=5)
         axes.plot(selection.values, [row] * len(selection.values), "o", color=colour, alpha=0.45, ms=6, zorder=3)
         axes.plot(mean, row, "|", color=colour, ms=20, mew=3, zorder=4)
-        axes.annotate(f"{mean:.3f}", (mean + reach, row), xytext=(8, 7), textcoords="offset points", fontsize=9)
+        words = f"{mean:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+        axes.annotate(words, (mean, row), xytext=(7, 8), textcoords="offset points", fontsize=SMALL)
         if findings.real and (estimates := selection.others(simulated)):
             axes.plot(estimates, [row] * len(estimates), "o", mfc="none", mec="#888888", ms=6, zorder=1)
-    _frame_values(axes, findings, shown)
     for name, dashes in (("untrained", ":"), ("bigram", "--")):
         # Where it lies outside, it would push what is compared into a corner; the page's text names it.
-        value = baseline(findings, name)
-        if value is not None and axes.get_xlim()[0] <= value <= axes.get_xlim()[1]:
-            axes.axvline(value, color="#888888", ls=dashes, lw=1, label=name)
+        value = findings.baseline(name)
+        if value is not None and low <= value <= high:
+            axes.axvline(value, color="#888888", ls=dashes, lw=1, label=f"{name} drafter")
     axes.set_yticks(range(len(shown)), [s.label for s in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_ylim(len(shown) - 0.4, -0.7)
     axes.set_xlabel(_measure_name(findings) + ("; hollow: simulated" if findings.real else ""))
-    axes.set_title("Acceptance length: dots are seeds, bars their mean and its 95 % interval")
+    axes.set_title("Dots are seeds, bars their mean and its 95 % interval")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best", fontsize=8)
+        axes.legend(loc="best", fontsize=SMALL)
     return figure
 
 
-def _frame_values(axes: Axes, findings: Findings, shown: Sequence[Selection]) -> None:
-    """The x axis holds every dot; not every interval, which for two seeds says only that two are few."""
+def _frame(findings: Findings, shown: Sequence[Selection]) -> tuple[float, float]:
+    """The x axis holds every dot and interval, but no interval that would press all dots into one."""
     values = [value for selection in shown for value in selection.values]
     if findings.real:
         values += [value for selection in shown for value in selection.others("simulated_acceptance_length")]
-    room = max((max(values) - min(values)) * 0.15, 0.005)
-    axes.set_xlim(min(values) - room, max(values) + room)
-
-
-def baseline(findings: Findings, name: str) -> float | None:
-    """The mean acceptance length of a baseline drafter over the jobs that measured it."""
-    found = [f for job in findings.jobs for f in (job.metrics.get("evaluate") or {}, job.metrics) if f.get("baselines")]
-    values = [facts["baselines"][name] for facts in found if facts["baselines"].get(name) is not None]
-    return statistics.fmean(values) if values else None
+    reach = max((selection.spread or 0.0 for selection in shown), default=0.0)
+    room = max(min(reach, max(values) - min(values)), 0.1 * (max(values) - min(values)), 0.005)
+    return max(min(values) - 1.1 * room, 1 - 0.1 * room), max(values) + 1.1 * room
 
 
 def _measure_name(findings: Findings) -> str:
@@ -116,27 +131,29 @@ def positions(selections: Sequence[Selection]) -> Figure | None:
     figure, (axes,) = _figure(3.6)
     palette = colours(selections)
     real, most = True, 0
-    for selection in selections[:MOST]:
+    for number, selection in enumerate(selections[:MOST]):
         found = selection.positions()
         if found is None:
             continue
         rates, real = found
-        axes.plot(range(1, len(rates) + 1), rates, "o-", color=palette[selection.label], label=selection.label, ms=5)
+        look = {"marker": MARKERS[number % len(MARKERS)], "color": palette[selection.label], "alpha": 0.85}
+        axes.plot(range(1, len(rates) + 1), rates, label=selection.label, ms=6, clip_on=False, **look)
         most = max(most, len(rates))
     if not most:
         return None
-    axes.set_xlabel("position of the draft in its round")
+    axes.set_xlabel("position of the draft in its round" + ("" if real else " (validation samples)"))
     axes.set_ylabel("accepted, given all before it")
-    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_ylim(0, max(axes.get_ylim()[1], 0.05))
     axes.set_xticks(range(1, most + 1))
-    axes.set_title("Acceptance by position" + ("" if real else " (validation samples)"))
-    axes.legend(fontsize=8)
+    axes.set_xlim(0.9, most + 0.1)
+    axes.legend(fontsize=SMALL)
     return figure
 
 
 def losses(selections: Sequence[Selection]) -> Figure | None:
     """Training and validation loss over optimizer steps, a line for each job."""
-    figure, pair = _figure(3.4, 2)
+    figure, pair = _figure(3.6, 2, sharex=True)
     palette = colours(selections)
     drawn = False
     for axes, split in zip(pair, ("train", "validation"), strict=True):
@@ -147,13 +164,15 @@ def losses(selections: Sequence[Selection]) -> Figure | None:
                 if points:
                     drawn = True
                     steps, values = zip(*points, strict=True)
-                    marker = "." if len(points) < 40 else ""
-                    axes.plot(steps, values, marker=marker, lw=1.2, color=palette[selection.label], label=label)
-        axes.set_title(f"{split} loss")
+                    marker = "o" if len(points) < 10 else "." if len(points) < 40 else ""
+                    axes.plot(steps, values, marker=marker, ms=5, lw=1.2, color=palette[selection.label], label=label)
+        axes.set_title({"train": "On training batches", "validation": "On validation samples"}[split])
         axes.set_xlabel("optimizer step")
+        axes.set_ylabel("loss")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not drawn:
         return None
-    pair[0].legend(fontsize=8)
+    pair[0].legend(fontsize=SMALL)
     return figure
 
 
@@ -162,7 +181,7 @@ def layer_map(findings: Findings) -> Figure | None:
     shown = [selection for selection in findings.measured if selection.layer_ids][:MOST]
     if not shown:
         return None
-    figure, (axes,) = _figure(1.4 + 0.36 * len(shown))
+    figure, (axes,) = _figure(1.5 + 0.42 * len(shown))
     means = [selection.mean or 0.0 for selection in shown]
     points = [(i, row, means[row]) for row, selection in enumerate(shown) for i in selection.layer_ids or ()]
     for row, selection in enumerate(shown):
@@ -171,13 +190,13 @@ def layer_map(findings: Findings) -> Figure | None:
     x, y, values = zip(*points, strict=True)
     dots = axes.scatter(x, y, c=values, cmap="viridis", s=150, zorder=2, edgecolors="white")
     for i, row, _ in points:
-        axes.annotate(str(i), (i, row), xytext=(0, -13), textcoords="offset points", ha="center", fontsize=7)
+        axes.annotate(str(i), (i, row), xytext=(0, -16), textcoords="offset points", ha="center", fontsize=SMALL)
     axes.set_yticks(range(len(shown)), [selection.label for selection in shown])
     axes.set_ylim(len(shown) - 0.3, -0.6)
     axes.set_xlim(-1, max(max(x) + 1, _depth(findings) + 1))
     axes.set_xlabel("layer id: the stream that enters this decoder layer")
-    axes.set_title("Layers against acceptance length")
-    figure.colorbar(dots, ax=axes, label="acceptance length", shrink=0.9)
+    name = "acceptance length" if findings.real else "simulated\nacceptance length"
+    figure.colorbar(dots, ax=axes, label=name, shrink=0.9)
     return figure
 
 
@@ -191,30 +210,50 @@ def costs(jobs: Sequence[Record]) -> Figure | None:
     shown = [job for job in jobs if job.seconds_of()][:MOST]
     if not shown:
         return None
-    figure, (time_axes, byte_axes) = _figure(1.7 + 0.32 * len(shown), 2, sharey=True)
-    stages = dict.fromkeys(stage for job in shown for stage in job.seconds_of())
+    figure, (time_axes, byte_axes) = _figure(1.8 + 0.34 * len(shown), 2, sharey=True)
     rows = list(range(len(shown)))
-    _stack(time_axes, rows, {stage: [job.seconds_of().get(stage, 0.0) for job in shown] for stage in stages})
+    seconds = {stage: [job.seconds_of().get(stage, 0.0) for job in shown] for stage in _stages(shown)}
+    # What no stage took: the imports before the first.
+    totals = [float(job.result.get("seconds") or 0.0) for job in shown]
+    rest = [max(total - sum(job.seconds_of().values()), 0.0) for total, job in zip(totals, shown, strict=True)]
+    unit, per = _unit(max(map(sum, zip(*seconds.values(), rest, strict=True))), TIMES)
+    _stack(time_axes, rows, ({"start": rest} if any(rest) else {}) | seconds, per)
     sizes = {
-        "states read": [job.bytes_read() / 1e6 for job in shown],
-        "made": [job.bytes_made() / 1e6 for job in shown],
+        "states read": [float(job.bytes_read()) for job in shown],
+        "drafter": [float(job.bytes_of("drafter")) for job in shown],
+        "export": [float(job.bytes_of("export")) for job in shown],
     }
-    _stack(byte_axes, rows, sizes)
-    time_axes.set_yticks(rows, [job.name if len(job.name) <= 48 else f"{job.name[:47]}…" for job in shown], fontsize=8)
+    size_unit, per = _unit(max(map(sum, zip(*sizes.values(), strict=True))), SIZES)
+    _stack(byte_axes, rows, {name: values for name, values in sizes.items() if any(values)}, per)
+    time_axes.set_yticks(rows, [job.name if len(job.name) <= 40 else f"{job.name[:39]}…" for job in shown])
     time_axes.set_ylim(len(shown) - 0.5, -0.5)
-    time_axes.set_xlabel("seconds")
-    byte_axes.set_xlabel("MB")
-    time_axes.set_title("Time")
-    byte_axes.set_title("Bytes")
-    figure.legend(*time_axes.get_legend_handles_labels(), fontsize=8, loc="outside lower left", ncols=4)
-    figure.legend(*byte_axes.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=2)
+    time_axes.set_xlabel(unit)
+    byte_axes.set_xlabel(size_unit)
+    for axes, title in ((time_axes, "Time"), (byte_axes, "Bytes")):
+        axes.set_title(title)
+        axes.grid(visible=False, axis="y")
+    figure.legend(*time_axes.get_legend_handles_labels(), fontsize=SMALL, loc="outside lower left", ncols=6)
+    figure.legend(*byte_axes.get_legend_handles_labels(), fontsize=SMALL, loc="outside lower right", ncols=3)
     return figure
 
 
-def _stack(axes: Axes, rows: Sequence[int], parts: Mapping[str, Sequence[float]]) -> None:
+def _stages(jobs: Sequence[Record]) -> list[str]:
+    """The stages that took any time worth a bar in one of the jobs."""
+    stages = dict.fromkeys(stage for job in jobs for stage in job.seconds_of())
+    longest = max(sum(job.seconds_of().values()) for job in jobs)
+    return [stage for stage in stages if any(job.seconds_of().get(stage, 0.0) > 0.005 * longest for job in jobs)]
+
+
+def _unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest unit of which `most` is at least two."""
+    return next(((name, size) for name, size in units if most >= 2 * size), units[-1])
+
+
+def _stack(axes: Axes, rows: Sequence[int], parts: Mapping[str, Sequence[float]], unit: float) -> None:
     left = [0.0] * len(rows)
-    for number, (name, values) in enumerate(parts.items()):
-        axes.barh(rows, values, left=left, color=COLOURS[number % len(COLOURS)], label=name, height=0.65)
+    for number, (name, given) in enumerate(parts.items()):
+        values = [value / unit for value in given]
+        axes.barh(rows, values, left=left, color=PARTS.get(name, COLOURS[number % 7]), label=name, height=0.65)
         left = [a + b for a, b in zip(left, values, strict=True)]
 
 
@@ -229,6 +268,8 @@ def lengths(job: Record) -> Figure | None:
     if not axes.lines:
         return None
     axes.set_xlabel("optimizer step")
-    axes.set_title("Simulated acceptance length on validation samples, k drafts a round")
-    axes.legend(fontsize=8)
+    axes.set_ylabel("simulated acceptance length")
+    axes.set_title("On validation samples, k drafts a round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize=SMALL)
     return figure

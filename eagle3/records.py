@@ -141,6 +141,16 @@ class Record:
         return None
 
     @cached_property
+    def prompts(self) -> dict[str, tuple[int, int]]:
+        """Accepted drafts and rounds of each prompt that was decoded and did not loop; empty where a server counted."""
+        found = {}
+        for record in read_json(self.folder / "evaluation.json").get("records", []):
+            accepted = record.get("accepted_by_round")
+            if accepted and not record.get("looping"):
+                found[f"{record['set']}/{record['key']}"] = (sum(accepted), len(accepted))
+        return found
+
+    @cached_property
     def _points(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, those of earlier attempts at the same job first."""
         folders = [*sorted(attempts(self.folder), key=lambda path: int(path.name.rpartition("-")[2])), self.folder]
@@ -161,7 +171,12 @@ class Record:
 
     def bytes_made(self) -> int:
         """The size of its drafter and its export."""
-        return sum(folder_bytes(folder) for kind in ("drafter", "export") if (folder := self.artifact(kind)))
+        return self.bytes_of("drafter") + self.bytes_of("export")
+
+    def bytes_of(self, kind: str) -> int:
+        """The size of the artifact of a kind that it made or read."""
+        folder = self.artifact(kind)
+        return 0 if folder is None else folder_bytes(folder)
 
     def bytes_read(self) -> int:
         """The size of the stored states that its drafter was trained on: its layers and the final state."""

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from eagle3 import figures
 from eagle3.errors import RequestError
-from eagle3.findings import Findings, Selection, half_width, read_findings
+from eagle3.findings import Findings, Selection, read_findings
 from eagle3.progress import duration, size_text
 from eagle3.records import HEADLINES, INDEX, Record, folder_bytes, read_json
 
@@ -27,15 +27,16 @@ FILE = "report.html"
 PICTURES = "report"
 CSS = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 62rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 960px; margin: 2rem auto;
   padding: 0 1.2rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem; }
 .meta, figcaption { color: #555; font-size: .9rem; } .verdict { background: #eef5fb; border-left: 4px solid #0072b2;
   padding: .7rem 1rem; margin: 1rem 0; } .verdict p { margin: .15rem 0; } .verdict p:first-child { font-weight: 600; }
-figure { margin: .6rem 0 0; } img { max-width: 100%; height: auto; }
+.verdict p:last-child { margin-top: .5rem; } figure { margin: .6rem 0 0; } img { width: 100%; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid #e2e2e2; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } .bad { color: #a11; } code { font-size: .88em; }
+th { color: #555; font-weight: 600; } tbody tr:hover { background: #f6f8fa; } .dot { font-size: 1.1em; }
 """
 
 
@@ -80,12 +81,13 @@ def _sweep(folder: Path) -> tuple[str, str, dict[str, Figure]]:
     counts: dict[str, int] = {}
     for job in findings.jobs:
         counts[job.status] = counts.get(job.status, 0) + 1
-    title = f"Sweep {folder.name}"
+    title = "Sweep over " + (" and ".join(findings.varied[-3:]) or "nothing")
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="meta">{escape(_about(findings.jobs))} · {len(findings.jobs)} jobs: '
+        f'<p class="meta">{escape(_about(findings.jobs))} · {escape(folder.name)} · {len(findings.jobs)} jobs: '
         f"{', '.join(f'{count} {status}' for status, count in counts.items())}</p>",
-        '<div class="verdict">' + "".join(f"<p>{escape(line)}</p>" for line in findings.verdict()) + "</div>",
+        '<div class="verdict">' + "".join(f"<p>{escape(line)}</p>" for line in findings.verdict()),
+        f"{_best(findings)}</div>",
         _section("Acceptance length", drawn.get("acceptance"), _acceptance_words(findings)),
         _section("Selections", None, "", _selection_table(findings)),
         _section(
@@ -102,10 +104,15 @@ def _sweep(folder: Path) -> tuple[str, str, dict[str, Figure]]:
         _section(
             "Time and bytes",
             drawn.get("costs"),
-            "Seconds of each job's last attempt, by stage; bytes of the stored states that its drafter read, and of "
-            "the drafter and export that it made or found.",
+            "Of each job's last attempt, by stage; what all jobs share was made before the first. Bytes of the stored "
+            "states that its drafter read, and of the drafter and export that it made or found.",
         ),
-        _section("Jobs", None, "", _job_table(findings)),
+        _section(
+            "Jobs",
+            None,
+            "Length is the decoded acceptance length; tokens/s are those of training.",
+            _job_table(findings),
+        ),
     ]
     return title, "\n".join(filter(None, parts)), drawn
 
@@ -149,13 +156,31 @@ def _about(jobs: Sequence[Record]) -> str:
     return " · ".join(str(word) for word in words if word)
 
 
+def _best(findings: Findings) -> str:
+    """Where the drafter to serve is: the export of the best job, or its drafter when it exported none."""
+    job = findings.best
+    folder = None if job is None else job.artifact("export") or job.artifact("drafter")
+    if job is None or folder is None:
+        return ""
+    path = escape(os.path.relpath(folder, findings.folder))
+    return f'<p>Its best job: {_link(job)}; its {folder.parent.name}: <a href="{path}/"><code>{path}</code></a>.</p>'
+
+
+def _link(job: Record) -> str:
+    return f'<a href="{escape(job.name)}/">{escape(job.name)}</a>' if job.folder.is_dir() else escape(job.name)
+
+
 def _acceptance_words(findings: Findings) -> str:
+    sure = " Intervals are over seeds and, where prompts were decoded, over prompts; one that ends in an arrow runs on."
     if findings.real:
-        found = [(name, figures.baseline(findings, name)) for name in ("untrained", "bigram")]
+        found = [(name, findings.baseline(name)) for name in ("untrained", "bigram")]
         baselines = ", ".join(f"{name} {value:.3f}" for name, value in found if value is not None)
         words = "Tokens that each forward of the target yields when the drafter is in the loop; 1 is no help at all."
-        return words + (f" Baselines: {baselines}." if baselines else "")
-    return "What serving would accept, walked over validation samples with the states that are stored; nothing decoded."
+        return words + (f" Baselines: {baselines}." if baselines else "") + sure
+    return (
+        "What serving would accept, walked over validation samples with the states that are stored; nothing decoded."
+        + sure
+    )
 
 
 def _section(title: str, figure: Figure | None, words: str = "", content: str = "") -> str:
@@ -190,32 +215,33 @@ def _number(value: Any, digits: int = 3) -> str:
 
 def _selection_table(findings: Findings) -> str:
     rows = []
+    colours = figures.colours(findings.selections)
     for selection in findings.selections:
-        spread = half_width(selection.values)
+        spread = selection.spread
         simulated = selection.others("simulated_acceptance_length")
         losses = selection.others("loss")
         ids = "" if selection.layer_ids is None else ", ".join(map(str, selection.layer_ids))
         rows.append(
             [
-                *(escape(selection.label), escape(ids), str(len(selection.values))),
+                f'<span class="dot" style="color:{colours[selection.label]}">●</span> {escape(selection.label)}',
+                *(escape(ids), str(len(selection.values)), f"{selection.rounds:,}" if selection.rounds else ""),
                 _number(selection.mean),
                 "" if spread is None else f"± {spread:.3f}",
                 *("" if not found else _number(sum(found) / len(found)) for found in (simulated, losses)),
             ]
         )
-    head = ("selection", "layers", "#seeds", "#acceptance length", "#95 %", "#simulated", "#loss")
+    head = ("selection", "layers", "#seeds", "#rounds", "#acceptance length", "#95 %", "#simulated", "#train loss")
     return _table(head, rows)
 
 
 def _job_table(findings: Findings) -> str:
     rows = []
     for job in findings.jobs:
-        link = f'<a href="{escape(job.name)}/">{escape(job.name)}</a>' if job.folder.is_dir() else escape(job.name)
         seconds = job.result.get("seconds")
         bad = "" if job.status in ("done", "running", "waiting", "starting") else ' class="bad"'
         rows.append(
             [
-                link + _error(job),
+                _link(job) + _error(job),
                 f"<span{bad}>{escape(job.status)}</span>",
                 *(_number(job.headline(name)) for name in ("acceptance_length", "simulated_acceptance_length", "loss")),
                 _number(job.headline("tokens_per_s"), 0),
@@ -223,7 +249,7 @@ def _job_table(findings: Findings) -> str:
                 *(size_text(size) if size else "" for size in (job.bytes_read(), job.bytes_made())),
             ]
         )
-    head = ("job", "status", "#length", "#simulated", "#loss", "#tokens/s", "#time", "#states read", "#made")
+    head = ("job", "status", "#length", "#simulated", "#train loss", "#tokens/s", "#time", "#states read", "#made")
     return _table(head, rows)
 
 

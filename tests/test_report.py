@@ -17,7 +17,7 @@ from PIL import Image
 
 from eagle3.config import Config, ModelConfig, ReportConfig, StageConfig
 from eagle3.errors import RequestError
-from eagle3.findings import half_width, read_findings
+from eagle3.findings import half_width, over_prompts, read_findings
 from eagle3.records import Record
 from eagle3.report import write_report
 from eagle3.runs import Run
@@ -99,6 +99,73 @@ def test_the_verdict_compares_seed_by_seed(sweep: Path) -> None:
     assert lines[0] == "Use eagle, layers [2, 15, 27]: acceptance length 1.320 ± 0.050 (95 %, 3 seeds)."
     assert lines[1] == f"It is 0.100 ± {uncertainty:.3f} ahead of late: a difference."
     assert len(lines) == 2
+
+
+def with_prompts(folder: Path, accepted: dict[str, list[int]], k: int = 3) -> None:
+    """Adds what an evaluation by our decoder leaves: the accepted drafts of each round of each prompt."""
+    records = [
+        {"set": "s", "key": key, "looping": key == "loops", "accepted_by_round": rounds}
+        for key, rounds in accepted.items()
+    ]
+    write_json(folder / "evaluation.json", {"records": records})
+    kept = [count for key, rounds in accepted.items() if key != "loops" for count in rounds]
+    result = json.loads((folder / "result.json").read_text())
+    rate = sum(kept) / len(kept)
+    facts = {"acceptance_length": 1 + rate, "accepted_drafts": rate, "rounds": len(kept), "k": k, "temperature": 0.0}
+    result["metrics"]["evaluate"] |= facts
+    write_json(folder / "result.json", result)
+
+
+def random_prompts(seed: int, prompts: int, rounds: int, rate: float, easy: np.ndarray) -> dict[str, list[int]]:
+    """Rounds of prompts that are easy or hard for every drafter alike."""
+    random = np.random.default_rng(seed)
+    chances = np.clip(rate + easy[:prompts], 0, 1)
+    return {f"p{i}": random.binomial(3, chance, rounds).tolist() for i, chance in enumerate(chances)}
+
+
+def test_other_prompts_are_a_part_of_the_uncertainty(sweep: Path) -> None:
+    """The interval of a ratio over prompts, against the bootstrap over prompts; pairs share what is easy."""
+    easy = np.random.default_rng(7).normal(0, 0.12, 40)
+    found: dict[str, list[dict[str, list[int]]]] = {}
+    for layers, rate in (("eagle", 0.45), ("late", 0.35)):
+        for seed in range(3):
+            prompts = random_prompts(seed, 40, 30, rate, easy)
+            with_prompts(sweep / f"layers={layers}-seed={seed}", {**prompts, "loops": [3] * 30})
+            found.setdefault(layers, []).append(prompts)
+
+    def length(jobs: list[dict[str, list[int]]], keys: list[str]) -> float:
+        return statistics.fmean(1 + sum(sum(job[k]) for k in keys) / sum(len(job[k]) for k in keys) for job in jobs)
+
+    random = np.random.default_rng(0)
+    draws = [[f"p{i}" for i in random.integers(0, 40, 40)] for _ in range(600)]
+    alone = 1.96 * statistics.stdev(length(found["eagle"], keys) for keys in draws)
+    apart = 1.96 * statistics.stdev(length(found["eagle"], keys) - length(found["late"], keys) for keys in draws)
+    findings = read_findings(sweep)
+    best, second = findings.selections[:2]
+    assert best.basis == "3 seeds, 40 prompts, 3,600 rounds"
+    assert over_prompts(best.pulls.values(), None) == pytest.approx(alone, rel=0.12)
+    pulls = [pull - second.pulls[key] for key, pull in best.pulls.items()]
+    assert over_prompts(pulls, None) == pytest.approx(apart, rel=0.12)
+    assert apart < alone, "what is easy is easy for both, so that the difference is surer than either"
+    seeds = half_width(best.values)
+    assert best.spread == pytest.approx(math.hypot(seeds or 0.0, over_prompts(best.pulls.values(), None) or 0.0))
+
+
+def test_few_prompts_that_agree_prove_nothing(sweep: Path) -> None:
+    """Two prompts with one accepted draft in all, each seed alike: an interval of nothing would be a lie."""
+    for layers, accepted in (("eagle", 1), ("late", 0)):
+        for seed in range(3):
+            rounds = [accepted] + [0] * 14
+            with_prompts(sweep / f"layers={layers}-seed={seed}", {"a": rounds, "b": rounds})
+    findings = read_findings(sweep)
+    best, second = findings.selections[:2]
+    assert best.spread == pytest.approx(1.96 * math.sqrt(6 + 1) / 90)
+    assert second.spread == pytest.approx(1.96 * math.sqrt(0 + 1) / 90)
+    lines = findings.verdict()
+    assert lines[1] == "That is no better than the bigram drafter, 1.180: train longer."
+    assert lines[2].endswith("ahead of late: a difference.")
+    with_prompts(sweep / "layers=late-seed=0", {"a": [1] + [0] * 14, "b": [1] * 2 + [0] * 13})
+    assert read_findings(sweep).verdict()[2].endswith("ahead of late: no clear difference.")
 
 
 def test_one_seed_promises_nothing(tmp_path: Path) -> None:
@@ -227,5 +294,5 @@ def test_a_browser_draws_it_from_the_file_without_a_network(sweep: Path, tmp_pat
     assert pixels.shape == (2600, 1000, 3)
     # Eagle's and late's colours in the pictures, and the verdict's box above them.
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
-        assert (np.abs(pixels[300:].astype(int) - colour).sum(axis=2) < 12).sum() > 500
+        assert (np.abs(pixels[300:].astype(int) - colour).sum(axis=2) < 12).sum() > 300
     assert (pixels[:300] == (0xEE, 0xF5, 0xFB)).all(axis=2).sum() > 10_000
