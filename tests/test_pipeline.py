@@ -101,9 +101,14 @@ def test_a_drafter_that_its_server_could_not_read_is_refused_before_any_work(
         ("evaluate.sets=[heldout]", "evaluate.sets: found ['heldout'], but no source of the dataset has role=heldout"),
         ("evaluate.sets=[nowhere.jsonl]", "evaluate.sets: found 'nowhere.jsonl', expected heldout, one of"),
         ("evaluate.temperature=0.5", "evaluate.temperature: found 0.5, expected 0.0"),
+        ("evaluate.compare_with=nowhere", "nowhere: expected an evaluation.json"),
+        ("drafter.warm_start=nowhere", "drafter.warm_start=nowhere: found nothing at "),
+        ("trainer.resume_from=nowhere", "trainer.resume_from=nowhere: found nothing at "),
+        ("+drafter.losses.hinge=1", "drafter.losses: found ['hinge']"),
+        ("+trainer.lightning.max_steps=3", "trainer.lightning.max_steps: is decided by trainer.max_steps"),
     ],
 )
-def test_an_evaluation_that_could_not_be_done_is_refused_before_any_work(
+def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(
     wrong: str,
     message: str,
     tiny_target: Path,

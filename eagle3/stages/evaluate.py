@@ -67,8 +67,6 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     where the target's choice was no tie; what was measured is on disk by then.
     """
     check_config(cfg)
-    if cfg.evaluate.compare_with is not None:
-        read_evaluation(Path(cfg.evaluate.compare_with))
     measured, manifest = source(cfg, run.artifacts)
     target = open_target(cfg)
     training = _Training(cfg, run)
@@ -205,7 +203,8 @@ def _simulated(training: Mapping[str, Any], k: int) -> float | None:
 
 
 def check_config(cfg: Config) -> None:
-    """RequestError when the engine that decodes is absent or cannot do what `evaluate` asks."""
+    """RequestError when the engine that decodes is absent or cannot do what `evaluate` asks, or what it is to be
+    compared with is no evaluation."""
     if engine_name(cfg) == "vllm":
         installed_version()
     else:
@@ -230,6 +229,8 @@ def check_config(cfg: Config) -> None:
         )
     if not cfg.evaluate.sets:
         raise RequestError("evaluate.sets: found no set, expected at least one; try evaluate.sets=[heldout,mt_bench]")
+    if cfg.evaluate.compare_with is not None:
+        read_evaluation(Path(cfg.evaluate.compare_with))
 
 
 def _warn_of_another_target(run: Run, manifest: Mapping[str, Any], target: Target) -> None:

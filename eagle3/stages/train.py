@@ -140,7 +140,7 @@ def check_config(cfg: Config) -> None:
     """RequestError for what can be wrong with the training before there are states to train on."""
     check_trainer(cfg.trainer)
     mix_losses(cfg.drafter.losses)
-    artifacts = Artifacts(Path(cfg.output_dir) / "artifacts", attached=True)
+    artifacts = Artifacts(Path(cfg.output_dir).absolute() / "artifacts", attached=True)
     _previous(cfg, _origin(cfg, artifacts, open_target(cfg)))
 
 
