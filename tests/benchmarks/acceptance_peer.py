@@ -7,18 +7,20 @@ Trained on the same stored states: eagle3 by stage=train, once as it is and once
 classes (`specforge_training`) on the same documents a step, for the same steps, with the same peak learning rate,
 schedule, clipping, layers and draft vocabulary. All drafters, SpecForge's through our import of its published form, in
 bf16, then draft beside the same target along the text that it writes (evaluate's decoder) and along the validation
-samples (training's simulation). Each drafter is its last step's. Every step is a process of its own, many at once.
+samples (training's simulation). Each drafter is its last step's. Every part is a process of its own, many at once;
+what one does not bring is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -94,7 +96,7 @@ def data_of(cfg: Config, prepared: Prepared, store: StatesStore, ids: Sequence[i
 
 
 def train_one(overrides: Sequence[str], who: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Trains one drafter; says its folder, its simulated acceptance lengths on the validation samples and its time."""
+    """Trains one drafter; says its folder, its accuracies and simulated acceptance on the validation samples."""
     cfg = configure(*overrides, *TRAINED[who], f"seed={seed}")
     target = open_target(cfg)
     prepared, store, ids = states_of(cfg, target)
@@ -120,9 +122,9 @@ def train_one(overrides: Sequence[str], who: str, seed: int, folder: Path) -> di
         for parameter in drafter.parameters():
             parameter.copy_(parameter.bfloat16())  # as it will draft
     module = DrafterTraining(drafter, target.teacher_head(), cfg.drafter, cfg.trainer, 1, lambda *_: None)
+    exact = dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, precision="32-true"))
     with quiet_lightning():
-        build_trainer(cfg, folder, [], []).validate(module, datamodule=data, verbose=False)
-    simulated = {name: x for name, x in module.validation.items() if name.startswith("simulated_acceptance_length")}
+        build_trainer(exact, folder, [], []).validate(module, datamodule=data, verbose=False)
     return {
         "who": who,
         "seed": seed,
@@ -130,8 +132,12 @@ def train_one(overrides: Sequence[str], who: str, seed: int, folder: Path) -> di
         "steps": data.plan.steps,
         "seconds": round(seconds, 1),
         "last_loss": last,
-        "simulated": {name: round(value, 4) for name, value in simulated.items()},
+        "validation": {name: round(value, 4) for name, value in module.validation.items() if _told(name)},
     }
+
+
+def _told(name: str) -> bool:
+    return name.startswith(("simulated_acceptance_length/", "accuracy_unconditional/"))
 
 
 def evaluate(overrides: Sequence[str], folders: dict[str, str], part: int, parts: int) -> dict[str, Any]:
@@ -193,18 +199,23 @@ def summarize(trained: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]
         mine = [found for found in trained if found["who"] == who]
         means[who] = {s: spread([found["acceptance_length"][s] for found in mine]) for s in [*sets, "all"]}
         key = f"simulated_acceptance_length/k_{k}"
-        means[who]["simulated"] = spread([found["simulated"][key] for found in mine])
+        means[who]["simulated"] = spread([found["validation"][key] for found in mine])
     asked = {s: {what: sum(p[s][what][0] for p in parts) for what in ("prompts", "tokens")} for s in sets}
     return {"means": means, "asked": asked, "drafters": list(trained)}
 
 
-def child(request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """A step in a process of its own; RuntimeError with the end of what it said."""
+def child(request: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+    """A step in a process of its own; None, and the end of what it said, when it fails."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.acceptance_peer", "--child", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{request['do']} {request.get('who', '')}: not done after {timeout_s:.0f} s", flush=True)
+        return None
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"result"')]
     if done.returncode or not lines:
-        raise RuntimeError(f"{request['do']}: {done.stderr[-1500:]}")
+        print(f"{request['do']} {request.get('who', '')}: {done.stderr[-2000:]}", flush=True)
+        return None
     return json.loads(lines[-1])["result"]
 
 
@@ -240,7 +251,7 @@ def main() -> None:
     parser.add_argument("--prepared", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--who", nargs="*", choices=TRAINED, default=list(TRAINED))
-    parser.add_argument("--processes", type=int, default=9, help="at once")
+    parser.add_argument("--processes", type=int, default=9, help="at once; the prompts are shared out among so many")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each process")
     parser.add_argument("overrides", nargs="*")
     chosen = parser.parse_args()
@@ -250,10 +261,13 @@ def main() -> None:
     start = time.perf_counter()
 
     def all_of(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        run: Callable[[dict[str, Any]], dict[str, Any]] = lambda r: child({"overrides": overrides, **r}, chosen.timeout)  # noqa: E731
         with ThreadPoolExecutor(chosen.processes) as pool:
-            found = list(pool.map(run, requests))
-        print(f"[{time.perf_counter() - start:.0f} s] {requests[0]['do']}: {len(found)} done", flush=True)
+            done = pool.map(lambda request: child({"overrides": overrides, **request}, chosen.timeout), requests)
+            found = [result for result in done if result is not None]
+        shown = f"{len(found)} of {len(requests)} done"
+        print(f"[{time.perf_counter() - start:.0f} s] {requests[0]['do']}: {shown}", flush=True)
+        if not found:
+            raise SystemExit(1)
         return found
 
     all_of([{"do": "extract"}])
