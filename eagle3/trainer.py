@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 
 from eagle3.checkpoints import AtomicCheckpointIO
-from eagle3.config import Config, TrainerConfig, build
+from eagle3.config import Config, build
 from eagle3.errors import RequestError
 from eagle3.strategies import strategy_named
 
@@ -39,11 +39,17 @@ OWNED = {
 }
 
 
-def check_trainer(cfg: TrainerConfig) -> None:
-    """RequestError when `trainer.lightning` sets what another field decides."""
+def check_trainer(cfg: Config) -> None:
+    """RequestError when `trainer.lightning` sets what another field decides, or a run would lack GPUs."""
     for key, field in OWNED.items():
-        if key in cfg.lightning:
+        if key in cfg.trainer.lightning:
             raise RequestError(f"trainer.lightning.{key}: is decided by {field}, set that instead")
+    found, wanted = torch.cuda.device_count(), cfg.hardware.devices
+    if cfg.hardware.accelerator == "gpu" and found < wanted and not cfg.dry_run:
+        raise RequestError(
+            f"hardware.devices: found {wanted}, but this machine has {found} GPUs; try "
+            f"{f'hardware.devices={found}' if found else 'hardware.accelerator=cpu'}, or look at CUDA_VISIBLE_DEVICES"
+        )
 
 
 def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Trainer:

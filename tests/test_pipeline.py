@@ -106,6 +106,7 @@ def test_a_drafter_that_its_server_could_not_read_is_refused_before_any_work(
         ("trainer.resume_from=nowhere", "trainer.resume_from=nowhere: found nothing at "),
         ("+drafter.losses.hinge=1", "drafter.losses: found ['hinge']"),
         ("+trainer.lightning.max_steps=3", "trainer.lightning.max_steps: is decided by trainer.max_steps"),
+        ("hardware.accelerator=gpu hardware.devices=99", "hardware.devices: found 99, but this machine has"),
     ],
 )
 def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(
@@ -116,6 +117,6 @@ def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert smoke(monkeypatch, tiny_target, tmp_path, 4, wrong) == 2
+    assert smoke(monkeypatch, tiny_target, tmp_path, 4, *wrong.split()) == 2
     assert message in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))

@@ -138,7 +138,7 @@ def ranks(cfg: Config) -> int:
 
 def check_config(cfg: Config) -> None:
     """RequestError for what can be wrong with the training before there are states to train on."""
-    check_trainer(cfg.trainer)
+    check_trainer(cfg)
     mix_losses(cfg.drafter.losses)
     artifacts = Artifacts(Path(cfg.output_dir).absolute() / "artifacts", attached=True)
     _previous(cfg, _origin(cfg, artifacts, open_target(cfg)))
@@ -165,7 +165,7 @@ class _Job:
 
     def __init__(self, cfg: Config, run: Run, target: Target, states: Artifact, artifact: Artifact) -> None:
         self.cfg, self.run, self.target, self.states, self.artifact = cfg, run, target, states, artifact
-        check_trainer(cfg.trainer)
+        check_trainer(cfg)
         run.read(states)
         self.store = StatesStore.open(states.folder)
         self.store.check_target(target)
