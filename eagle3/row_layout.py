@@ -140,6 +140,11 @@ class RowLayout:
         return (columns <= slots[:, None]) & (columns >= self.starts[slots][:, None])
 
 
+def own_columns(step: int) -> slice:
+    """Where a step's pairs with its rows' own columns, those of steps 1 … step, lie among the pairs of all steps."""
+    return slice(step * (step - 1) // 2, step * (step + 1) // 2)
+
+
 def lay_out(rows: SlotRows, input_ids: Tensor, cu_seqlens: Tensor) -> RowLayout:
     """Builds the layout of packed documents from their rows, tokens [T] and bounds [B + 1]."""
     bounds = np.asarray(cu_seqlens)

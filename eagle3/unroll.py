@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from eagle3.compute_weights import product_of_rows_
 from eagle3.kernels import kernels_for
-from eagle3.row_layout import RowLayout
+from eagle3.row_layout import RowLayout, own_columns
 from eagle3.unroll_heads import DenseHeads, LatentHeads
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class _Backward:
         (q_heads, kv_heads), widths = forward.heads.rows.heads, forward.heads.rows.widths
         self.grad_columns = features.new_zeros((layout.tokens, kv_heads, sum(widths)), dtype=forward.exact)
         self.grad_embedded = features.new_zeros((layout.tokens, forward.projected.shape[1]), dtype=forward.exact)
-        self.own = [new(2, k, q_heads, n, dtype=forward.exact) for k, n in enumerate(layout.counts)]
+        self.own = new(2, own_columns(layout.steps).start, q_heads, layout.counts[0], dtype=forward.exact)
         self.grad_norms = {name: features.new_zeros(width, dtype=forward.exact) for name in ("hidden", "post", "final")}
 
     def run(self) -> Tensor:
@@ -285,15 +285,14 @@ class _Backward:
         heads = f.heads
         kernels.attend_backward(
             heads.rows, step, layout, f.attended[first:last], f.lse[step], grad_attended,
-            heads.grads, self.grad_columns, *self.own[step],
+            heads.grads, self.grad_columns, *self.own[:, own_columns(step)],
         )  # fmt: skip
         heads.queries_backward(step, self.grad_embedded)
         grad_projected = self.grad_projected[first:last]
         if step == 0:
             grad_entered = grad_projected[:, : heads.q_width] @ weights.state[: heads.q_width]
         else:
-            own_weights, own_scores = zip(*self.own, strict=True)
-            kernels.own_backward(heads.rows, step, layout, self.grad_attended, heads.grads, own_weights, own_scores)
+            kernels.own_backward(heads.rows, step, layout, self.grad_attended, heads.grads, *self.own)
             heads.columns_backward(step, self.grad_embedded)
             grad_entered = grad_projected @ weights.state
         if shape.norm_before_residual:

@@ -1,15 +1,13 @@
 """A row's own columns: the few keys and values that its later unroll steps added, joined to the softmax over the rest.
 
 Every row has its own, so nothing here is a matrix product. Per query and step they are one score each; what the
-backward pass needs of them is kept in fp32 [steps, q_heads, n].
+backward pass needs of them is kept in fp32, as `row_layout.own_columns` says.
 """
 
 # Triton comes with torch on a GPU machine only.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -138,7 +136,7 @@ def join_backward(
     own_weights: Tensor,
     own_scores: Tensor,
 ) -> None:
-    """Adds the own columns' part to `grad_query` and leaves their weights and scores' gradients [step, q_heads, n].
+    """Adds the own columns' part to `grad_query` and leaves their weights and scores' gradients [step, q_heads, n_0].
 
     `grad_query` has the queries' strides.
     """
@@ -154,6 +152,7 @@ def join_backward(
         layout.order(step),
         layout.offsets,
         len(grad_out),
+        own_weights.stride(1),
         q_heads,
         kv_heads,
         step,
@@ -164,10 +163,10 @@ def join_backward(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "step"])
+@triton.jit(do_not_specialize=["rows", "own_stride", "step"])
 def _join_backward(
     query, key, value, shared, q_stride, q_head, kv_stride, kv_head, shared_stride, lse, delta, grad_out, grad_query,
-    own_weights, own_scores, order, offsets, rows, q_heads, kv_heads, step, scale,
+    own_weights, own_scores, order, offsets, rows, own_stride, q_heads, kv_heads, step, scale,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +199,7 @@ def _join_backward(
         total += (score * scale)[:, None] * k
         if R:
             total_rest += (score * scale)[:, None] * s
-        place = ((j - 1) * q_heads + head) * rows + row
+        place = ((j - 1) * q_heads + head) * own_stride + row
         tl.store(own_weights + place, weight, mask=live)
         tl.store(own_scores + place, score, mask=live)
     tl.store(grad_query + at + lane, total.to(grad_query.dtype.element_ty), mask=both)
@@ -214,65 +213,76 @@ def own_backward(
     layout: RowLayout,
     grad_out: Tensor,
     grads: HeadRows,
-    own_weights: Sequence[Tensor],
-    own_scores: Sequence[Tensor],
+    own_weights: Tensor,
+    own_scores: Tensor,
 ) -> None:
     """As `plain.own_backward`."""
     q_heads, kv_heads = rows.heads
     first, last = layout.bounds(step)
-    total = torch.zeros(last - first, kv_heads, sum(rows.widths), dtype=torch.float32, device=grad_out.device)
-    for later in range(step, layout.steps):
-        begin, end = layout.bounds(later)
-        if begin == end:
-            break
-        query = rows.query[begin:end]
-        _own[(triton.cdiv(end - begin, ROWS), kv_heads)](
-            query,
-            *query.stride()[:2],
-            grad_out[begin:end],
-            own_weights[later][step - 1],
-            own_scores[later][step - 1],
-            total,
-            end - begin,
-            q_heads,
-            kv_heads,
-            rows.scale,
-            **padded_widths(rows),
-            SIZE=ROWS,
-            num_warps=4,
-        )
-    grads.set_columns(first, last, total)
+    shared = torch.empty(last - first, kv_heads, rows.widths[2], dtype=torch.float32, device=grad_out.device)
+    _own[(triton.cdiv(last - first, ROWS), kv_heads)](
+        rows.query,
+        grad_out,
+        own_weights,
+        own_scores,
+        grads.key[first:last],
+        grads.value[first:last],
+        shared,
+        layout.offsets,
+        *rows.query.stride()[:2],
+        *grads.key.stride()[:2],
+        last - first,
+        layout.stacked,
+        own_weights.stride(1),
+        q_heads,
+        kv_heads,
+        step,
+        layout.steps,
+        rows.scale,
+        **padded_widths(rows),
+        SIZE=ROWS,
+        num_warps=4,
+    )
+    if rows.widths[2]:
+        grads.shared[first:last].copy_(shared.sum(1))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "stacked", "own_stride", "step", "steps"])
 def _own(
-    query, q_stride, q_head, grad_out, own_weights, own_scores, total, rows, q_heads, kv_heads, scale,
+    query, grad_out, own_weights, own_scores, grad_key, grad_value, grad_shared, offsets, q_stride, q_head, kv_stride,
+    kv_head, rows, stacked, own_stride, q_heads, kv_heads, step, steps, scale,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     group = tl.program_id(1)
-    live = row < rows
     lane, value_lane = tl.arange(0, DP)[None, :], tl.arange(0, EP)[None, :]
-    both, value_both = live[:, None] & (lane < D), live[:, None] & (value_lane < E)
-    grad_key = tl.zeros([SIZE, DP], tl.float32)
-    grad_value = tl.zeros([SIZE, EP], tl.float32)
+    key_total = tl.zeros([SIZE, DP], tl.float32)
+    value_total = tl.zeros([SIZE, EP], tl.float32)
     if R:
         rest_lane = tl.arange(0, RP)[None, :]
-        rest_both = live[:, None] & (rest_lane < R)
-        grad_shared = tl.zeros([SIZE, RP], tl.float32)
+        shared_total = tl.zeros([SIZE, RP], tl.float32)
     heads = q_heads // kv_heads
-    for head in range(group * heads, (group + 1) * heads):
-        at = query + row[:, None] * q_stride + head * q_head
-        score = tl.load(own_scores + head * rows + row, mask=live, other=0.0)[:, None]
-        weight = tl.load(own_weights + head * rows + row, mask=live, other=0.0)[:, None]
-        grad_key += score * _wide(at, both, lane)
-        grad_value += weight * _wide(grad_out + (row * q_heads + head)[:, None] * E, value_both, value_lane)
+    for turn in range((steps - step) * heads):
+        later, head = step + turn // heads, group * heads + turn % heads
+        begin = tl.load(offsets + later)
+        end = tl.load(offsets + later + 1, mask=later + 1 < steps, other=stacked)
+        live = row < end - begin
+        own = ((later * (later - 1) // 2 + step - 1) * q_heads + head) * own_stride + row
+        score = tl.load(own_scores + own, mask=live, other=0.0)[:, None]
+        weight = tl.load(own_weights + own, mask=live, other=0.0)[:, None]
+        live = live[:, None]
+        at = query + (begin + row)[:, None] * q_stride + head * q_head
+        key_total += score * _wide(at, live & (lane < D), lane)
+        at_grad = grad_out + ((begin + row) * q_heads + head)[:, None] * E
+        value_total += weight * _wide(at_grad, live & (value_lane < E), value_lane)
         if R:
-            grad_shared += score * _wide(at + D, rest_both, rest_lane)
-    place = total + (row * kv_heads + group)[:, None] * (D + E + R)
-    tl.store(place + lane, _wide(place, both, lane) + grad_key * scale, mask=both)
-    tl.store(place + D + value_lane, _wide(place + D, value_both, value_lane) + grad_value, mask=value_both)
+            shared_total += score * _wide(at + D, live & (rest_lane < R), rest_lane)
+    live = (row < rows)[:, None]
+    at = row[:, None] * kv_stride + group * kv_head
+    kind = grad_key.dtype.element_ty
+    tl.store(grad_key + at + lane, (key_total * scale).to(kind), mask=live & (lane < D))
+    tl.store(grad_value + at + value_lane, value_total.to(kind), mask=live & (value_lane < E))
     if R:
-        place += D + E
-        tl.store(place + rest_lane, _wide(place, rest_both, rest_lane) + grad_shared * scale, mask=rest_both)
+        place = grad_shared + (row * kv_heads + group)[:, None] * R + rest_lane
+        tl.store(place, shared_total * scale, mask=live & (rest_lane < R))

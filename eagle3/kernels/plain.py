@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle3.head_rows import HeadRows
-from eagle3.row_layout import RowLayout
+from eagle3.row_layout import RowLayout, own_columns
 
 
 def norm(
@@ -177,7 +177,7 @@ def attend_backward(
     """The gradient of `attend` with respect to queries (into `grads`) and step-0 columns (added to `column_grads`).
 
     `grad_out` [n, q_heads * E]; `column_grads` [T, kv_heads, D + E + R] fp32. What own columns need is left in
-    own_weights and own_scores [steps, q_heads, n]: `own_backward` collects it from all steps at once.
+    own_weights and own_scores [step, q_heads, n_0]: `own_backward` collects it from all steps at once.
     """
     query, key, value, own_key, own_value = _parts(rows, step, layout)
     (q_heads, kv_heads), (width, value_width, _) = rows.heads, rows.widths
@@ -197,8 +197,8 @@ def attend_backward(
         column_grads[:, group] += torch.cat(joined, dim=-1)
         mixed = grad_shared @ key[:, group] + torch.einsum("nj,jnd->nd", grad_own, own_key[:, :, group])
         grad_query[:, head] = (mixed * rows.scale).to(grad_query.dtype)
-        own_weights[:step, head] = own.mT
-        own_scores[:step, head] = grad_own.mT
+        own_weights[:, head, : len(out)] = own.mT
+        own_scores[:, head, : len(out)] = grad_own.mT
 
 
 def own_backward(
@@ -207,13 +207,13 @@ def own_backward(
     layout: RowLayout,
     grad_out: Tensor,
     grads: HeadRows,
-    own_weights: Sequence[Tensor],
-    own_scores: Sequence[Tensor],
+    own_weights: Tensor,
+    own_scores: Tensor,
 ) -> None:
     """The gradient of the columns that `step` added, from the queries of this and all later steps, into `grads`.
 
-    `grad_out` [M, q_heads * E] holds all steps' gradients; `own_weights` and `own_scores` those that `attend_backward`
-    left for each step.
+    `grad_out` [M, q_heads * E] holds all steps' gradients; own_weights and own_scores [pairs, q_heads, n_0] hold what
+    `attend_backward` left, as `row_layout.own_columns` says.
     """
     kv_heads, (width, value_width, shared_width) = rows.heads[1], rows.widths
     first, last = layout.bounds(step)
@@ -223,8 +223,8 @@ def own_backward(
         n = end - begin
         query = _wide(rows.query[begin:end]).reshape(n, kv_heads, -1, width + shared_width)
         grad = _wide(grad_out[begin:end]).view(n, kv_heads, -1, value_width)
-        weight = own_weights[later][step - 1].mT.reshape(n, kv_heads, -1, 1)
-        score = own_scores[later][step - 1].mT.reshape(n, kv_heads, -1, 1)
+        pair = own_columns(later).start + step - 1
+        weight, score = (x[pair, :, :n].mT.reshape(n, kv_heads, -1, 1) for x in (own_weights, own_scores))
         grad_key = (score * query).sum(2) * rows.scale
         total[:n] += torch.cat((grad_key[..., :width], (weight * grad).sum(2), grad_key[..., width:]), dim=-1)
     grads.set_columns(first, last, total)
