@@ -65,20 +65,27 @@ def unroll(
     makers: _Makers = {}
     if torch.is_grad_enabled():
         late = list(params)
-        for group in filter(None, LATE[shape.attention]):
-            for index, param in zip(group, _Late.apply(makers, group, *(params[i] for i in group)), strict=True):
+        for name, group in LATE[shape.attention].items():
+            for index, param in zip(group, _Late.apply(makers, name, *(params[i] for i in group)), strict=True):
                 late[index] = param
         params = late
     return _Unroll.apply(features, embeddings, layout, rotary, shape, products, recompute, makers, *params)
 
 
-# Weights of `params` whose gradients are made together. The engine takes the last first: the largest, which ranks
-# exchange for longest.
+# Weights of `params` whose gradients are made together, by the layer's attention. The engine takes the last first: the
+# largest, which ranks exchange for longest.
 LATE = {
-    "dense": ((5, 6, 7), (), (0,), (8, 9, 10, 4), (3,), (1, 2)),
-    "mla": ((5, 6, 7), (10, 11, 12, 13), (0,), (8, 9, 4), (3,), (1, 2)),
+    "dense": {"norms": (5, 6, 7), "out": (0,), "pair": (8, 9, 10, 4), "down": (3,), "gate_up": (1, 2)},
+    "mla": {
+        "norms": (5, 6, 7),
+        "expansions": (10, 11, 12, 13),
+        "out": (0,),
+        "pair": (8, 9, 4),
+        "down": (3,),
+        "gate_up": (1, 2),
+    },
 }
-_Makers = dict[tuple[int, ...], Callable[[], Sequence[Tensor]]]
+_Makers = dict[str, Callable[[], Sequence[Tensor]]]
 
 
 class _Late(torch.autograd.Function):
@@ -86,15 +93,15 @@ class _Late(torch.autograd.Function):
     in `makers`, and so reach the parameters one group at a time."""
 
     @staticmethod
-    def forward(ctx: Any, makers: _Makers, group: tuple[int, ...], *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, makers: _Makers, name: str, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.makers, ctx.group = makers, group
+        ctx.makers, ctx.name = makers, name
         ctx.dtypes = [param.dtype for param in params]
         return tuple(param.view_as(param) for param in params)
 
     @staticmethod
     def backward(ctx: Any, *grads: None) -> tuple[Tensor | None, ...]:
-        made = ctx.makers.pop(ctx.group)()
+        made = ctx.makers.pop(ctx.name)()
         return None, None, *(grad.to(dtype) for grad, dtype in zip(made, ctx.dtypes, strict=True))
 
 
@@ -123,7 +130,8 @@ class _Unroll(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         backward = _Backward(saved, grads[0])
         grad_features = backward.run()
-        ctx.makers.update(zip(LATE[saved.shape.attention], backward.makers(), strict=True))
+        makers = backward.makers()
+        ctx.makers.update({name: makers[name] for name in LATE[saved.shape.attention]})
         return grad_features, *[None] * (7 + ctx.params)
 
 
@@ -171,7 +179,7 @@ class _Forward:
         kernels.norm(self.features, None, [weights.hidden], [tokens], self.features_rstd, shape.rms_norm_eps)
         embedded = (self.unit_embeddings * weights.input.to(self.features.dtype)) @ weights.embed.T
         torch.mm(tokens, weights.state[q:].T, out=self.projected[first:, q:])
-        self.heads.columns(0, embedded)
+        self.heads.form(0, embedded, columns=True)
         for step, rows in enumerate(layout.counts):
             if rows == 0:
                 break
@@ -191,8 +199,8 @@ class _Forward:
             torch.mm(entered, weights.state[:q].T, out=projected[:, :q])
         else:
             torch.mm(entered, weights.state.T, out=projected)
-            self.heads.columns(step, embedded)
-        self.heads.queries(step, embedded)
+            self.heads.form(step, embedded, columns=True)
+        self.heads.form(step, embedded, columns=False)
         attended = self.attended[first:last]
         kernels.attend(self.heads.rows, step, layout, attended, self.lse[step])
         torch.mm(attended, weights.out.T, out=middle)
@@ -287,13 +295,13 @@ class _Backward:
             heads.rows, step, layout, f.attended[first:last], f.lse[step], grad_attended,
             heads.grads, self.grad_columns, *self.own[:, own_columns(step)],
         )  # fmt: skip
-        heads.queries_backward(step, self.grad_embedded)
+        heads.form_backward(step, self.grad_embedded, columns=False)
         grad_projected = self.grad_projected[first:last]
         if step == 0:
             grad_entered = grad_projected[:, : heads.q_width] @ weights.state[: heads.q_width]
         else:
             kernels.own_backward(heads.rows, step, layout, self.grad_attended, heads.grads, *self.own)
-            heads.columns_backward(step, self.grad_embedded)
+            heads.form_backward(step, self.grad_embedded, columns=True)
             grad_entered = grad_projected @ weights.state
         if shape.norm_before_residual:
             grad_entered += grad_middle
@@ -335,7 +343,7 @@ class _Backward:
         f, layout, shape, heads = self.forward, self.forward.layout, self.forward.shape, self.forward.heads
         slots = layout.slots
         heads.grads.set_columns(*layout.bounds(layout.steps), self.grad_columns)
-        heads.columns_backward(0, self.grad_embedded)
+        heads.form_backward(0, self.grad_embedded, columns=True)
         grad_tokens = self.grad_projected[layout.stacked :, heads.q_width :] @ f.weights.state[heads.q_width :]
         if grad_entered is not None:
             grad_tokens.index_add_(0, slots, grad_entered)
@@ -348,10 +356,16 @@ class _Backward:
             grad_features.index_add_(0, slots, self.grad_middle[: len(slots)])
         return grad_features
 
-    def makers(self) -> tuple[Callable[[], Sequence[Tensor]], ...]:
+    def makers(self) -> _Makers:
         """What makes the gradients of the weights in each group of `LATE`: a product over the rows of all steps."""
-        own = self.forward.heads.weight_grads
-        return self.norms_grads, own, self.out_grad, self.pair_grads, self.down_grad, self.gate_up_grads
+        return {
+            "norms": self.norms_grads,
+            "expansions": self.forward.heads.weight_grads,
+            "out": self.out_grad,
+            "pair": self.pair_grads,
+            "down": self.down_grad,
+            "gate_up": self.gate_up_grads,
+        }
 
     def norms_grads(self) -> list[Tensor]:
         return [self.grad_norms[name] for name in ("hidden", "post", "final")]

@@ -24,26 +24,27 @@ if TYPE_CHECKING:
 
 
 class Heads:
-    """What both kinds share: which rows a step's queries and columns are, and the interface.
+    """What both kinds share: which rows a step's queries and columns are, and what the passes ask of them.
 
-    `queries` and `columns` finish a step's rows of `projected`, to which the embeddings' part [T, N] is added; the
-    backward pass begins with `receive`, and its two functions turn gradients of a step's heads, which attention wrote
-    to `grads`, into those of `projected`, adding them to the embeddings' part's (fp32 [T, N]). `q_width` columns of
-    `projected` make queries; `parts` are how many each of the pair's projections makes.
+    `form` finishes a step's rows of `projected`, to which the embeddings' part [T, N] is added, to queries or columns
+    in `rows`. The backward pass begins with `receive`; `form_backward` turns the gradients that attention wrote to
+    `grads` into those of `projected` and adds them to the embeddings' (fp32 [T, N]). `q_width` columns of `projected`
+    make queries; `parts` are how many each of the pair's projections makes.
     """
 
     rows: HeadRows
     grads: HeadRows
+    q_width: int
+    parts: list[int]
 
     def __init__(
-        self,
-        shape: DrafterShape,
-        projected: Tensor,
-        layout: RowLayout,
-        rotary: tuple[Tensor, Tensor],
-        kernels: ModuleType,
+        self, projected: Tensor, layout: RowLayout, rotary: tuple[Tensor, Tensor], kernels: ModuleType
     ) -> None:
         self.projected, self.layout, self.rotary, self.kernels = projected, layout, rotary, kernels
+
+    def weight_grads(self) -> list[Tensor]:
+        """Those of weights behind the pair's projections."""
+        return []
 
     def place(self, step: int, columns: bool) -> tuple[int, int, Tensor]:
         """The rows [first, last) of a step's queries or columns, and their slots."""
@@ -57,7 +58,7 @@ class DenseHeads(Heads):
     """The projections are queries, keys and values side by side: they only get rotated, in place."""
 
     def __init__(self, shape: DrafterShape, projected: Tensor, *context: Any) -> None:
-        super().__init__(shape, projected, *context)
+        super().__init__(projected, *context)
         self.counts = shape.num_attention_heads, shape.num_key_value_heads
         self.width = shape.head_dim
         self.q_width, kv_width = (count * self.width for count in self.counts)
@@ -88,25 +89,15 @@ class DenseHeads(Heads):
             backward=backward,
         )
 
-    def queries(self, step: int, embedded: Tensor) -> None:
-        self._rotate(self.projected, embedded, step, columns=False, backward=False)
-
-    def columns(self, step: int, embedded: Tensor) -> None:
-        self._rotate(self.projected, embedded, step, columns=True, backward=False)
+    def form(self, step: int, embedded: Tensor, columns: bool) -> None:
+        self._rotate(self.projected, embedded, step, columns, backward=False)
 
     def receive(self, grad_projected: Tensor) -> None:
         self.grad_projected = grad_projected
         self.grads = self._views(grad_projected)
 
-    def queries_backward(self, step: int, grad_embedded: Tensor) -> None:
-        self._rotate(self.grad_projected, grad_embedded, step, columns=False, backward=True)
-
-    def columns_backward(self, step: int, grad_embedded: Tensor) -> None:
-        self._rotate(self.grad_projected, grad_embedded, step, columns=True, backward=True)
-
-    def weight_grads(self) -> list[Tensor]:
-        """None of its own."""
-        return []
+    def form_backward(self, step: int, grad_embedded: Tensor, columns: bool) -> None:
+        self._rotate(self.grad_projected, grad_embedded, step, columns, backward=True)
 
 
 class LatentHeads(Heads):
@@ -124,7 +115,7 @@ class LatentHeads(Heads):
         expansions: Sequence[Tensor],
         norms: Sequence[Tensor],
     ) -> None:
-        super().__init__(shape, projected, *context)
+        super().__init__(projected, *context)
         self.expansions, self.norms, self.eps = expansions, norms, shape.rms_norm_eps
         self.nope, self.rope = shape.qk_nope_head_dim, shape.qk_rope_head_dim
         self.heads = shape.num_attention_heads
@@ -155,7 +146,7 @@ class LatentHeads(Heads):
         context = (self.layout.positions, step, self.rotary, turned.shape[1])
         self.kernels.rotate_(turned, None, slots, *context, neighbours=True, backward=backward)
 
-    def _expand(self, step: int, embedded: Tensor, columns: bool) -> None:
+    def form(self, step: int, embedded: Tensor, columns: bool) -> None:
         first, last, slots = self.place(step, columns)
         part = self._part(self.projected[first:last], columns)
         self.kernels.add_embedded_(part, self._part(embedded, columns), slots, step)
@@ -165,19 +156,13 @@ class LatentHeads(Heads):
         torch.mm(normed, weight.T, out=self.expanded[columns][first:last])
         self._rotate(self.rows, step, columns, backward=False)
 
-    def queries(self, step: int, embedded: Tensor) -> None:
-        self._expand(step, embedded, columns=False)
-
-    def columns(self, step: int, embedded: Tensor) -> None:
-        self._expand(step, embedded, columns=True)
-
     def receive(self, grad_projected: Tensor) -> None:
         self.grad_projected = grad_projected
         self.grad_expanded = [torch.empty_like(x) for x in self.expanded]
         self.grad_norms = [torch.zeros_like(weight, dtype=self.exact) for weight in self.norms]
         self.grads = self._views(self.grad_expanded, grad_projected)
 
-    def _expand_backward(self, step: int, grad_embedded: Tensor, columns: bool) -> None:
+    def form_backward(self, step: int, grad_embedded: Tensor, columns: bool) -> None:
         first, last, slots = self.place(step, columns)
         self._rotate(self.grads, step, columns, backward=True)
         weight = self.expansions[columns]
@@ -188,12 +173,6 @@ class LatentHeads(Heads):
         (grad,) = self.kernels.norm_backward(latent, rstd, [self.norms[columns]], [grad_normed], None, into)
         self.grad_norms[columns] += grad
         self.kernels.add_embedded_(part, self._part(grad_embedded, columns), slots, step, backward=True)
-
-    def queries_backward(self, step: int, grad_embedded: Tensor) -> None:
-        self._expand_backward(step, grad_embedded, columns=False)
-
-    def columns_backward(self, step: int, grad_embedded: Tensor) -> None:
-        self._expand_backward(step, grad_embedded, columns=True)
 
     def weight_grads(self) -> list[Tensor]:
         """Of both expansions and both norms, over the rows of all steps."""

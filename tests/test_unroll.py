@@ -138,9 +138,13 @@ def test_t9_a_batch_without_supervised_rows_has_zero_loss_and_zero_gradients(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_arrive_one_group_after_another_the_large_first(recompute: bool) -> None:
+@pytest.mark.parametrize("name", ["grouped queries", "latent attention"])
+def test_gradients_arrive_one_group_after_another_the_large_first(recompute: bool, name: str) -> None:
     """So that ranks exchange one while the next is being made."""
-    drafter = make_drafter(make_shape(num_key_value_heads=2))
+    drafter = make_drafter(make_shape(**VARIANTS[name]))
+    latent = drafter.shape.attention == "mla"
+    pair = {"q_a_proj", "kv_a_proj_with_mqa"} if latent else {"q_proj", "k_proj", "v_proj"}
+    expansions = [{"q_b_proj", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm"}] if latent else []
     arrived: list[str] = []
     for name, parameter in drafter.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name.split(".")[-2]))
@@ -149,8 +153,9 @@ def test_gradients_arrive_one_group_after_another_the_large_first(recompute: boo
         {"lm_head"},
         {"gate_proj", "up_proj"},
         {"down_proj"},
-        {"q_proj", "k_proj", "v_proj", "input_layernorm"},
+        {*pair, "input_layernorm"},
         {"o_proj"},
+        *expansions,
         {"hidden_norm", "post_attention_layernorm", "norm"},
         {"fc"},
     ]
