@@ -24,16 +24,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+import eagle3
 from eagle3 import children, launchers, plugins, stages
 from eagle3.config import Config, check_nodes, register_schema
 from eagle3.errors import Eagle3Error, RequestError
 from eagle3.runs import Run
-from eagle3.validation import explain, validate
+from eagle3.validation import explain, explain_flag, validate
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 TRAINING_STAGES = ("train", "pipeline")
 PATH_FLAGS = ("-cp", "--config-path", "-cd", "--config-dir")
 VALUE_FLAGS = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cn", "--config-name")
+LONG_FLAGS = (
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,9 @@ def main() -> None:
 
 def command() -> int:
     """Runs the command line in sys.argv; returns its exit code."""
+    if "--version" in sys.argv[1:]:  # Hydra would say its own
+        print(f"eagle3 {eagle3.__version__}")
+        return 0
     with _terminable():
         try:
             composed = compose()
@@ -192,7 +200,7 @@ def arranged(arguments: Sequence[str]) -> list[str]:
     """The words of a command line as Hydra wants them: overrides in one block, --config-path absolute.
 
     Hydra refuses overrides on both sides of a flag, and takes a relative --config-path as relative to this module,
-    where people mean the folder they are in.
+    where people mean the folder they are in. RequestError for a flag that there is not and for a folder that is none.
     """
     overrides, flags = [], []
     words = list(arguments)
@@ -202,8 +210,15 @@ def arranged(arguments: Sequence[str]) -> list[str]:
         if not word.startswith("-"):
             overrides.append(word)
         elif name in PATH_FLAGS and (equals or words):
-            folder = Path(value if equals else words.pop(0))
-            flags += [name, str(folder.absolute() if folder.is_dir() else folder)]
+            folder = value if equals else words.pop(0)
+            if "://" not in folder and not Path(folder).is_dir():
+                raise RequestError(
+                    f"{name} {folder}: no such folder, expected one with a configuration, that of a run for example; "
+                    "`eagle3 stage=runs` lists them"
+                )
+            flags += [name, folder if "://" in folder else str(Path(folder).absolute())]
+        elif word.startswith("--") and not any(flag.startswith(name) for flag in LONG_FLAGS):
+            raise RequestError(explain_flag(name, value or (words[0] if words else "")))
         else:
             flags.append(word)
             if word in VALUE_FLAGS and words and "=" not in words[0]:

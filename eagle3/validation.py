@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,7 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
     return f"{path}: found {found}, expected a number {expected}; leave it out for the default"
 
 
+EXPERIMENTS = [path.name.removesuffix(".yaml") for path in files("eagle3.conf").joinpath("experiment").iterdir()]
 TYPES = {"Integer": "a whole number", "Float": "a number", "String": "a word", "bool": "true or false"}
 
 
@@ -201,11 +204,11 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             return _explain_option(link)
         if isinstance(link, OverrideParseException):
-            return _explain_override(link.override)
+            return _explain_override(link.override, arguments)
         if isinstance(link, OSError) and link.filename:
             return f"{link.filename}: {link.strerror}; expected a folder that can be created or written"
         if isinstance(link, OmegaConfBaseException) and link.full_key:
-            return _explain_field(link.full_key, str(link).splitlines()[0].strip())
+            return _explain_field(link.full_key, str(link).splitlines()[0].strip(), arguments)
     text = " ".join(str(error).split())
     ambiguous = re.match(r"Ambiguous value for argument '([^=]+)=(.*?)' 1\.", text)
     if ambiguous:
@@ -255,23 +258,38 @@ def _unmatched(name: str, arguments: Sequence[str]) -> str:
     return _unknown(name)
 
 
-def _explain_override(override: str) -> str:
+def explain_flag(flag: str, value: str) -> str:
+    """One line for a flag that does not exist, such as `--stage train`; `value` is what follows it."""
+    name = flag.lstrip("-").replace("-", "_")
+    close = [name] if name in paths() else nearest(name)
+    value = "true" if not value or "=" in value or value.startswith("-") else value
+    hint = f"did you mean {close[0]}={value}?" if close else "see `eagle3 --help`"
+    return f"{flag}: is no flag, expected FIELD=VALUE or GROUP=OPTION without dashes; {hint}"
+
+
+def _explain_override(override: str, arguments: Sequence[str]) -> str:
     if "=" not in override and not override.startswith("~"):
         hint = "see `eagle3 --help`" if override.isidentifier() else "quote a list that has spaces in it"
-        close = difflib.get_close_matches(override, stages.names(), n=1)
-        hint = f"did you mean stage={close[0]}?" if close else hint
+        following = next((b for a, b in itertools.pairwise(arguments) if a == override), "")
+        if override in paths() and re.fullmatch(r"[\w.]+", following):
+            hint = f"did you mean {override}={following}?"
+        elif close := difflib.get_close_matches(override, stages.names(), n=1):
+            hint = f"did you mean stage={close[0]}?"
+        elif override in EXPERIMENTS:
+            hint = f"did you mean +experiment={override}?"
         return f"{override}: is no override, expected FIELD=VALUE or GROUP=OPTION; {hint}"
     key, _, value = override.partition("=")
     return f"{key}: cannot read the value {value!r}; put lists and special characters in quotes: '{key}=[1, 2, 3]'"
 
 
-def _explain_field(path: str, text: str) -> str:
+def _explain_field(path: str, text: str, arguments: Sequence[str]) -> str:
     if "not in '" in text or "not in struct" in text:
         return _unknown(path)
     if "missing mandatory value" in text:
         return _missing(path)
     if "is not a ListConfig" in text:
-        return f"{path}: found a single value, expected a list; write '{path}=[...]' (in quotes)"
+        given = next((a.partition("=")[2] for a in arguments if a.startswith(f"{path}=")), "...")
+        return f"{path}: found a single value, expected a list; write '{path}=[{given}]' (in quotes)"
     found = re.match(r"Value ('.*?') .*(?:converted to|not a valid) (\w+)", text)
     if found and found.group(2) in TYPES:
         value, kind = found.groups()

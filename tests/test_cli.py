@@ -111,8 +111,15 @@ def test_listings_answer_without_torch(arguments: list[str], shown: str, tmp_pat
         (["stage.name=nothing"], ["stage.name: found 'nothing', expected one of", "pipeline"]),
         (["layers=[2,30,58]"], ["layers=[2,30,58]", "'layers.ids=[2,15,27]' (in quotes)"]),
         (["layers.ids=[2,", "30,", "58]"], ["layers.ids: cannot read the value '[2,'", "'layers.ids=[1, 2, 3]'"]),
-        (["-cp", "nowhere"], ["nowhere"]),
-        (["--config-dir", "nowhere"], ["nowhere"]),
+        (["-cp", "nowhere"], ["-cp nowhere: no such folder", "`eagle3 stage=runs` lists them"]),
+        (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
+        (["--stage", "train"], ["--stage: is no flag, expected", "did you mean stage=train?"]),
+        (["--lr=1e-4", "stage=train"], ["did you mean trainer.lr=1e-4?"]),
+        (["stage=train", "--dry-run"], ["--dry-run: is no flag", "did you mean dry_run=true?"]),
+        (["--nonsense"], ["--nonsense: is no flag", "see `eagle3 --help`"]),
+        (["stage", "train"], ["stage: is no override", "did you mean stage=train?"]),
+        (["demo"], ["did you mean +experiment=demo?"]),
+        (["evaluate.sets=heldout"], ["expected a list; write 'evaluate.sets=[heldout]' (in quotes)"]),
         (["seed=${nowhere}"], ["seed: Interpolation key 'nowhere' not found"]),
     ],
 )
@@ -130,6 +137,11 @@ def test_a_wrong_request_is_one_clear_message_and_exit_2(
     for word in words:
         assert word in err
     assert not list(here.iterdir())
+
+
+def test_the_version_is_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert eagle(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"eagle3 {eagle3.__version__}\n"
 
 
 def test_a_comma_without_a_list_shows_the_right_quoting(
