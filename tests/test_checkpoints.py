@@ -117,16 +117,19 @@ def test_t13_resume_equals_the_undisturbed_run_with_accumulation(
     assert_equal_artifacts(artifact, undisturbed["accumulated"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "moment"), [("plain", "save_drafter"), ("plain", "commit"), ("accumulated", "save_drafter")]
+)
 def test_killed_between_the_last_step_and_the_artifact(
     kind: str,
+    moment: str,
     inputs: Path,
     tiny_target: Path,
     tmp_path: Path,
     undisturbed: dict[str, Artifact],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is trained again, and the artifact is the same."""
+    """S8: nothing is trained again, and the artifact is the same."""
     folder = copied(inputs, tmp_path)
     cfg = train_config(folder, tiny_target, *KINDS[kind])
 
@@ -134,7 +137,7 @@ def test_killed_between_the_last_step_and_the_artifact(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "save_drafter", die)
+        patch.setattr(train if moment == "save_drafter" else Artifacts, moment, die)
         with pytest.raises(Killed):
             trained(cfg)
     _, artifact, run = trained(cfg)

@@ -8,6 +8,7 @@ artifact's `.partial` folder, where an interrupted run finds its checkpoints aga
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from eagle3 import layers
+from eagle3.artifacts import fsync_folder
 from eagle3.batches import PackedDataModule
 from eagle3.blueprint import new_drafter, state_scales, warm_drafter
 from eagle3.checkpoint import Target, open_target
@@ -366,10 +368,15 @@ class _Job:
 
     def _finish(self, folder: Path, checkpoints: Checkpoints, clock: Clock, module: DrafterTraining) -> dict[str, Any]:
         """Writes the artifact: the drafter of the best validation, the last checkpoint, the manifest."""
-        kept, best = module.drafter, checkpoints.best
-        if best is not None and checkpoints.best_folder is not None:
-            kept = load_drafter(checkpoints.best_folder, self.drafter.embedding)
-        save_drafter(kept, folder)
+        best, source = checkpoints.best, checkpoints.best_folder
+        if source is not None and not (source / WEIGHTS).is_file():
+            # A run that was killed behind these lines has written the drafter already.
+            kept = load_drafter(folder, self.drafter.embedding)
+        else:
+            kept = module.drafter if source is None else load_drafter(source, self.drafter.embedding)
+            with open(save_drafter(kept, folder), "rb") as file:
+                os.fsync(file.fileno())
+            fsync_folder(folder)
         checkpoints.drop_all_but_last()
         measured = {} if best is None else best["metrics"]
         metrics = {
