@@ -120,3 +120,12 @@ def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(
     assert smoke(monkeypatch, tiny_target, tmp_path, 4, *wrong.split()) == 2
     assert message in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))
+
+
+def test_a_source_that_is_not_there_is_found_before_anything_is_fetched(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["dataset.sources.train.path=nope.jsonl", "evaluate.sets=[human_eval]", "cache_dir=cache"]
+    assert smoke(monkeypatch, tiny_target, tmp_path, 4, *wrong) == 2
+    assert "dataset.sources.train.path: found no file nope.jsonl" in capsys.readouterr().err
+    assert not Path("cache").exists()

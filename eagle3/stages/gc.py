@@ -26,13 +26,14 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     size = sum(each.size_bytes for each in found.garbage)
     metrics = {"found": len(found.garbage), "bytes": size, "deleted": 0, "freed_bytes": 0, "kept": found.kept}
     days = cfg.gc.older_than_days
-    kept = f"{found.kept} artifacts, {size_text(found.kept_bytes)}, in use or younger than {days:g} days"
+    kept = f"{found.kept} artifacts, {size_text(found.kept_bytes)}, in use"
+    kept += f" or younger than {days:g} days" if days else ""
     if not found.garbage:
         run.log.info("gc: nothing to delete; kept: %s", kept)
         return metrics
     run.show(_table(cfg, found.garbage, kept))
     if cfg.dry_run or not cfg.gc.delete:
-        run.log.info("gc: %d folders, %s, can go; gc.delete=true deletes them", len(found.garbage), size_text(size))
+        run.log.info("gc: %s can go; gc.delete=true deletes them", _amount(len(found.garbage), size))
         return metrics
     failures: list[str] = []
     for each in found.garbage:
@@ -46,13 +47,17 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
             metrics["deleted"] += 1
             metrics["freed_bytes"] += each.size_bytes
             run.log.debug("gc: deleted %s", each.folder)
-    run.log.info("gc: deleted %d folders, %s", metrics["deleted"], size_text(metrics["freed_bytes"]))
+    run.log.info("gc: deleted %s", _amount(metrics["deleted"], metrics["freed_bytes"]))
     if failures:
         raise StageFailed(
             f"gc: {len(failures)} of {len(found.garbage)} folders could not be deleted: {failures[0]}; correct the "
             "permissions and run the same command again"
         )
     return metrics
+
+
+def _amount(count: int, size: int) -> str:
+    return f"{count} {'folder' if count == 1 else 'folders'}, {size_text(size)}"
 
 
 def _table(cfg: Config, garbage: list[Garbage], kept: str) -> Table:

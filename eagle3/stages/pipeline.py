@@ -14,7 +14,7 @@ from eagle3 import benchmarks, layers
 from eagle3.config import Config, StageConfig
 from eagle3.engines import keep_engine
 from eagle3.runs import Run
-from eagle3.stages import evaluate, export, train
+from eagle3.stages import evaluate, export, prepare, train
 from eagle3.validation import known_depth
 
 # Each stage with the function of its module that says which artifact it makes.
@@ -25,13 +25,15 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Runs the five stages, the last only for some `evaluate.sets`; returns the metrics of each under its name.
 
     RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs,
-    when the drafter to go on from is not there, when the server that the drafter is for could not read it, or when the
-    last could not ask its prompts.
+    when the drafter to go on from or a source of prompts is not there, when the server that the drafter is for could
+    not read it, or when the last could not ask its prompts.
     """
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
     train.check_config(cfg)
     export.check_config(cfg)
+    if cfg.inputs.prepared is None:
+        prepare.prepared(cfg, run.artifacts)  # looks for every source
     if cfg.evaluate.sets:
         evaluate.check_config(cfg)
         benchmarks.check_sets(cfg)
