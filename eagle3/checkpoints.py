@@ -212,6 +212,9 @@ class Checkpoints(Callback):
         if not trainer.is_global_zero:
             return
         log.debug("train: checkpoint %s", path)
+        for rest in self.folder.glob("step-*.*"):
+            # What a killed run was writing or removing.
+            shutil.rmtree(rest)
         for old in complete_checkpoints(self.folder)[: -self.keep]:
             AtomicCheckpointIO().remove_checkpoint(old.folder)
         needed = {self.best_folder} | {self._best_of(c) for c in complete_checkpoints(self.folder)}

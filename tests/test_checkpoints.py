@@ -218,12 +218,14 @@ def test_s8_kill_in_the_middle_of_a_save(
     killed_in_save(moment, folder, tiny_target, monkeypatch)
     (partial,) = (folder / "outputs/artifacts/drafter").glob("*.partial")
     assert (partial / "checkpoints/step-00000009.tmp").is_dir()
+    (partial / "checkpoints/step-00000003.old").mkdir()  # of a kill in the middle of a removal
     cfg = train_config(folder, tiny_target)
     artifacts = Artifacts(folder / "outputs/artifacts")
     with pytest.raises(RequestError, match="half-written"):
         artifacts.resolve("drafter", None, train.drafter(cfg, artifacts), "make")
     metrics, artifact, _ = trained(cfg)
     assert "step-00000009.tmp: an unfinished checkpoint, ignored" in caplog.text
+    assert caplog.text.count("an unfinished checkpoint") == 4, "what is left over goes with the next save"
     assert "at step 6" in caplog.text
     assert metrics["steps"] == 12
     assert_equal_artifacts(artifact, undisturbed["plain"])
