@@ -178,7 +178,8 @@ class _Forward:
         q, tokens = self.heads.q_width, self.entered[first:]
         kernels.norm(self.features, None, [weights.hidden], [tokens], self.features_rstd, shape.rms_norm_eps)
         embedded = (self.unit_embeddings * weights.input.to(self.features.dtype)) @ weights.embed.T
-        torch.mm(tokens, weights.state[q:].T, out=self.projected[first:, q:])
+        self.heads.prepare(0, embedded, columns=True)
+        self.projected[first:, q:].addmm_(tokens, weights.state[q:].T, beta=self.heads.beta)
         self.heads.form(0, embedded, columns=True)
         for step, rows in enumerate(layout.counts):
             if rows == 0:
@@ -196,9 +197,12 @@ class _Forward:
         if step == 0:
             torch.index_select(self.entered[layout.stacked :], 0, slots, out=entered)
             q = self.heads.q_width
-            torch.mm(entered, weights.state[:q].T, out=projected[:, :q])
+            self.heads.prepare(0, embedded, columns=False)
+            projected[:, :q].addmm_(entered, weights.state[:q].T, beta=self.heads.beta)
         else:
-            torch.mm(entered, weights.state.T, out=projected)
+            self.heads.prepare(step, embedded, columns=False)
+            self.heads.prepare(step, embedded, columns=True)
+            projected.addmm_(entered, weights.state.T, beta=self.heads.beta)
             self.heads.form(step, embedded, columns=True)
         self.heads.form(step, embedded, columns=False)
         attended = self.attended[first:last]

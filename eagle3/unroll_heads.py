@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 class Heads:
     """What both kinds share: which rows a step's queries and columns are, and what the passes ask of them.
 
-    `form` finishes a step's rows of `projected`, to which the embeddings' part [T, N] is added, to queries or columns
-    in `rows`. The backward pass begins with `receive`; `form_backward` turns the gradients that attention wrote to
-    `grads` into those of `projected` and adds them to the embeddings' (fp32 [T, N]). `q_width` columns of `projected`
-    make queries; `parts` are how many each of the pair's projections makes.
+    The states' products are added to what `prepare` leaves in a step's rows of `projected`, `beta` times; `form` makes
+    queries or columns of the sum with the embeddings' part [T, N], in `rows`. The backward pass begins with `receive`;
+    `form_backward` turns the gradients that attention wrote to `grads` into those of `projected` and adds them to the
+    embeddings' (fp32 [T, N]). `q_width` columns of `projected` make queries; `parts` are how many each of the pair's
+    projections makes.
     """
 
+    beta = 0
     rows: HeadRows
     grads: HeadRows
     q_width: int
@@ -41,6 +43,9 @@ class Heads:
         self, projected: Tensor, layout: RowLayout, rotary: tuple[Tensor, Tensor], kernels: ModuleType
     ) -> None:
         self.projected, self.layout, self.rotary, self.kernels = projected, layout, rotary, kernels
+
+    def prepare(self, step: int, embedded: Tensor, columns: bool) -> None:
+        """Nothing, where `form` adds the embeddings' part."""
 
     def weight_grads(self) -> list[Tensor]:
         """Those of weights behind the pair's projections."""
@@ -107,6 +112,8 @@ class LatentHeads(Heads):
     `norms` the weights of both latents' norms.
     """
 
+    beta = 1
+
     def __init__(
         self,
         shape: DrafterShape,
@@ -146,10 +153,15 @@ class LatentHeads(Heads):
         context = (self.layout.positions, step, self.rotary, turned.shape[1])
         self.kernels.rotate_(turned, None, slots, *context, neighbours=True, backward=backward)
 
-    def form(self, step: int, embedded: Tensor, columns: bool) -> None:
+    def prepare(self, step: int, embedded: Tensor, columns: bool) -> None:
+        """The embeddings' part, so that the sum is rounded once, before the latents' norms."""
         first, last, slots = self.place(step, columns)
-        part = self._part(self.projected[first:last], columns)
+        part = self._part(self.projected[first:last], columns).zero_()
         self.kernels.add_embedded_(part, self._part(embedded, columns), slots, step)
+
+    def form(self, step: int, embedded: Tensor, columns: bool) -> None:
+        first, last, _ = self.place(step, columns)
+        part = self._part(self.projected[first:last], columns)
         weight, normed = self.expansions[columns], self.normed[columns][first:last]
         latent, rstd = part[:, : weight.shape[1]], self.rstd[columns][first:last]
         self.kernels.norm(latent, None, [self.norms[columns]], [normed], rstd, self.eps)
