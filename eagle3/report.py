@@ -35,7 +35,8 @@ h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin:
 .verdict p:last-child { margin-top: .5rem; } figure { margin: .6rem 0 0; } img { width: 100%; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid #e2e2e2; vertical-align: top; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } .bad { color: #a11; } code { font-size: .88em; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
+.bad { color: #a11; } code { font-size: .88em; }
 th { color: #555; font-weight: 600; } tbody tr:hover { background: #f6f8fa; } .dot { font-size: 1.1em; }
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import netrc
 import os
 import queue
 import secrets
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
@@ -32,6 +34,8 @@ CLOSE_TIMEOUT_S = 120.0
 # A tracker that hangs is not told more than this; what a run logs in days is far less.
 MOST_WAITING = 100_000
 IDENTITY = "tracker.json"
+# W&B's host since 0.31; before, and on servers of one's own, the name usually says what it is.
+WANDB_HOST = "api.forge.coreweave.com"
 log = logging.getLogger("eagle3")
 
 
@@ -244,11 +248,29 @@ def _is_wandb(target: Any) -> bool:
 
 
 def wandb_mode(mode: str) -> str:
-    """`auto` is online when there is an API key in the environment or in ~/.netrc, else offline."""
-    if mode != "auto":
-        return mode
-    if os.environ.get("WANDB_MODE"):
+    """`auto` is what WANDB_MODE says, else online when there is a key. Without one nothing is online: W&B would ask for
+    it on the terminal."""
+    if mode == "auto" and os.environ.get("WANDB_MODE"):
         return os.environ["WANDB_MODE"]
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "api.wandb.ai" in netrc.read_text())
-    return "online" if has_key else "offline"
+    if mode not in ("auto", "online"):
+        return mode
+    if _has_wandb_key():
+        return "online"
+    if mode == "online":
+        log.warning(
+            "logger.mode: found online, but no key of W&B (WANDB_API_KEY, or ~/.netrc, where `wandb login` puts it); "
+            "written offline, `wandb sync` uploads it later"
+        )
+    return "offline"
+
+
+def _has_wandb_key() -> bool:
+    """Looks where W&B does, without its asking a server."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        hosts = netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser()).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname
+    return own in hosts if own else any(host == WANDB_HOST or "wandb" in host for host in hosts)

@@ -173,8 +173,32 @@ def test_wandb_goes_online_only_with_a_key(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert wandb_mode("auto") == "online"
     assert wandb_mode("offline") == "offline"
+    monkeypatch.delenv("WANDB_API_KEY")
+    for host, server, mode in (
+        ("api.forge.coreweave.com", None, "online"),
+        ("wandb.example.org", None, "online"),
+        ("github.com", None, "offline"),
+        ("tracking.example.org", "https://tracking.example.org/", "online"),
+        ("api.wandb.ai", "https://tracking.example.org", "offline"),
+    ):
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        (tmp_path / "netrc").write_text(f"machine {host}\n  login user\n  password key\n")
+        monkeypatch.setenv("WANDB_BASE_URL", server or "")
+        assert wandb_mode("auto") == mode
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode("auto") == "disabled"
+
+
+def test_wandb_online_without_a_key_is_offline_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would ask for one on the terminal, and the run would wait for nobody."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with caplog.at_level(logging.WARNING):
+        assert wandb_mode("online") == "offline"
+    assert "logger.mode: found online, but no key of W&B" in caplog.text
 
 
 def test_a_logger_that_cannot_be_imported_is_a_wrong_request(tmp_path: Path) -> None:
