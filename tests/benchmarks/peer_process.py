@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, Queue
 from typing import Any
 
-WAIT_S = 150.0  # for what comes next from a peer: it compiles for up to a minute
+WAIT_S = 150.0  # for what comes next from a peer
 
 
 class PeerProcess:
@@ -43,19 +43,19 @@ class PeerProcess:
                 self._lines.put(json.loads(line))
         self._lines.put(None)
 
-    def _next(self) -> dict[str, Any] | None:
+    def _next(self, timeout_s: float = WAIT_S) -> dict[str, Any] | None:
         line = None
         try:
-            line = self._lines.get(timeout=WAIT_S)
+            line = self._lines.get(timeout=max(timeout_s, 0.1))
         except Empty:
             self._process.kill()
         if line is None:
             self._lines.put(None)  # for whoever asks again
         return line
 
-    def ready(self) -> bool:
-        """Waits until everything is compiled; False when it never will be."""
-        return self._next() is not None
+    def ready(self, timeout_s: float) -> bool:
+        """Waits until everything is compiled; False when it never will be. Ends a peer that takes too long."""
+        return self._next(timeout_s) is not None
 
     def results(self) -> dict[str, dict[str, Any]]:
         """Has it measure; what it found, or its error, by the batches' names."""
@@ -68,5 +68,5 @@ class PeerProcess:
             found[line.pop("case")] = line
         code = self._process.wait()
         self._trouble.seek(0)
-        trouble = (self._trouble.read().strip().splitlines() or [f"exit {code}, or silent for {WAIT_S:.0f} s"])[-1]
+        trouble = (self._trouble.read().strip().splitlines() or [f"exit {code}, or silent for too long"])[-1]
         return {name: found.get(name, {"error": trouble}) for name in self.names}

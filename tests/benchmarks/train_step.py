@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -180,13 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--peers", nargs="*", choices=BOTH, default=list(BOTH))
+    parser.add_argument("--wait", type=float, default=240.0, help="seconds for peers to compile; speculators takes 100")
+    parser.add_argument("--after", type=Path, help="a file that must be there before anything is timed")
     chosen = parser.parse_args(arguments)
     say: Callable[[str], None] = lambda line: print(line, flush=True)  # noqa: E731
-    rate = round(matrix_rate(torch.device("cuda")) / 1e12, 1)
     result: dict[str, Any] = {
         "what": "one training step: teacher, unroll, loss, backward, clipping, AdamW",
         "device": torch.cuda.get_device_name(),
-        "matmul_tflops": rate,
         "needed_flops": needed_flops.__doc__,
         "versions": {name: version(name) for name in ("torch", "triton", "transformers")},
         "cases": [],
@@ -200,13 +201,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         waves.setdefault((CASES[name].shape, tuple(CASES[name].lengths)), []).append(name)
     for names in waves.values():
         peers = start_peers(names, chosen.peers)
-        for process in peers.values():
-            process.ready()
+        limit = time.monotonic() + chosen.wait
+        for peer, process in peers.items():
+            say(f"{peer} {'compiled' if process.ready(limit - time.monotonic()) else 'did not compile'}")
+        while chosen.after is not None and not chosen.after.exists():
+            time.sleep(0.2)
+        if "matmul_tflops" not in result:
+            result["matmul_tflops"] = round(matrix_rate(torch.device("cuda")) / 1e12, 1)
         measured: dict[str, dict[str, Any]] = {}
         for name in names:
             found = measured[name] = {"case": name, **dataclasses.asdict(CASES[name]), "unroll_steps": STEPS}
             result["cases"].append(found)
-            measure(found, CASES[name], rate)
+            measure(found, CASES[name], result["matmul_tflops"])
             save()
             ours = found["ours"]
             shown = ("median_ms", "unpaused_ms", "tokens_per_s", "mfu", "peak_gib", "error")
