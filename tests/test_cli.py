@@ -207,7 +207,7 @@ def test_words_may_come_in_any_order(here: Path) -> None:
         *("x=1", "y=2", "~z", "+q=3"),
         *("-m", "-cp", folder, "--cfg", "job", "--config-dir", folder, "--info"),
     ]
-    assert cli.arranged(["-cp", "nowhere", "-sc", "query=bash"]) == ["query=bash", "-cp", "nowhere", "-sc"]
+    assert cli.arranged(["-cp", "a=b", "-sc", "query=bash"]) == ["query=bash", "-cp", folder, "-sc"]
 
 
 def test_unknown_adapters_and_their_fields_are_named(
@@ -382,6 +382,7 @@ def test_the_pipeline_nests_the_metrics_of_its_stages(
     stand_ins.mkdir()
     for name in ("prepare", "extract", "train", "export", "evaluate"):
         text = f"def run(cfg, run):\n    return {{'stage': cfg.stage.name, 'rank': run.rank, 'is': {name!r}}}\n"
+        text += "def check_config(cfg): ...\ndef prepared(cfg, artifacts): ...\n"
         (stand_ins / f"{name}.py").write_text(text)
     monkeypatch.setattr(eagle3.stages, "__path__", [str(stand_ins), *eagle3.stages.__path__])
     monkeypatch.setattr(cli, "TRAINING_STAGES", ())
