@@ -68,7 +68,7 @@ RELEASES: dict[str, tuple[Release, ...]] = {
         Release(
             (0, 26),
             "0.26.0 and 0.32.0",
-            "served by 0.32.0 on a CPU",
+            "served by 0.32.0 on a CPU, a dense one by 0.26.0 on a GPU",
             {"dense": _dense(*FLAGS), "mla": _latent("norm_before_residual", "fc_norm", "norm_output")},
             _SERVED,
         ),

@@ -1,7 +1,8 @@
 """Stage serve_check: the exported folder in the real vLLM, against our own decoder and the forecast (end of the walk).
 
-vLLM serves the target with the drafter and answers every prompt by itself; then it answers plainly and hands out the
-states along its own text, on which our decoder walks with the same folder. Two starts, one copy of the target.
+vLLM serves the target with the drafter and answers every prompt by itself; then it answers plainly, which must give the
+same texts, and hands out the states along those that it served, on which our decoder walks with the same folder. So
+rounds are compared for all prompts, also where rounding made a text take another turn. Two starts of the target.
 """
 
 from __future__ import annotations
@@ -109,9 +110,8 @@ class _Check:
         self.stops = stop_ids(target.tokenizer(), target.adapter)
         self.longest = max(len(prompt.input_ids) for prompt in prompts) + cfg.evaluate.max_new_tokens
         self.log_file = run.folder / "engine.log"
-        # By key: the server's text and rounds, the plain text, how they differ, what our decoder walks on.
+        # By key: the server's text and rounds, how the plain text differs, what our decoder walks on.
         self.served: dict[str, Served] = {}
-        self.plain: dict[str, list[int]] = {}
         self.differences: dict[str, Difference | None] = {}
         self.recordings: dict[str, Recording] = {}
         self.dtype = self.version = ""
@@ -129,17 +129,17 @@ class _Check:
                 )
 
     def capture(self) -> None:
-        """The texts without drafts, and the states along them and along the tokens that a last round may draft."""
+        """The texts without drafts, and the states along the served ones and the tokens that a last round may draft."""
         k, ids = self.cfg.evaluate.k, self.drafter.shape.layer_ids
         lengths = dataclasses.replace(self.cfg.dataset, max_length=self.longest, max_new_tokens=k)
         with VllmEngine(dataclasses.replace(self.cfg, dataset=lengths), self.target, log_file=self.log_file) as engine:
             self.run.note(engine=dataclasses.asdict(engine.info()), adapter=self.target.adapter.name)
             found = engine.generate(self.prompts, temperature=0.0, seed=self.cfg.seed, stop_ids=self.stops)
-            self.plain = {text.key: text.token_ids for text in found}
+            plain = {text.key: text.token_ids for text in found}
             for prompt in self.prompts:
-                texts = (self.plain[prompt.key], self.served[prompt.key].texts[prompt.key].token_ids)
+                texts = (plain[prompt.key], self._text(prompt))
                 self.differences[prompt.key] = find_served_difference(engine, prompt.input_ids, *texts, self.dtype)
-            more = [Prompt(prompt.key, [*prompt.input_ids, *self.plain[prompt.key]], k) for prompt in self.prompts]
+            more = [Prompt(prompt.key, [*prompt.input_ids, *self._text(prompt)], k) for prompt in self.prompts]
             after = {text.key: text.token_ids for text in engine.generate(more, temperature=0.0, seed=0, stop_ids=())}
             texts = {prompt.key: [*prompt.input_ids, *after[prompt.key]] for prompt in more}
             for captured in engine.capture([_sample(key, text) for key, text in texts.items()], ids):
@@ -147,7 +147,7 @@ class _Check:
                 self.recordings[captured.sample_id] = Recording(texts[captured.sample_id], rows[:-1])
 
     def walked(self) -> dict[str, CheckedPrompt]:
-        """Our decoder along every plain text, in the server's dtype and on its device, which is free again."""
+        """Our decoder along every served text, in the server's dtype and on its device, which is free again."""
         device = torch.device("cuda" if self.cfg.hardware.accelerator == "gpu" else "cpu")
         chain = DrafterChain(place(self.drafter, device, getattr(torch, self.dtype)))
         checked: dict[str, CheckedPrompt] = {}
@@ -164,8 +164,13 @@ class _Check:
             counted = self.served[key].acceptance
             assert counted is not None
             tokens = len(prompt.input_ids)
-            checked[key] = CheckedPrompt(key, tokens, self.plain[key], self.differences[key], counted, ours.acceptance)
+            text, difference = self._text(prompt), self.differences[key]
+            checked[key] = CheckedPrompt(key, tokens, text, difference, counted, ours.acceptance)
         return checked
+
+    def _text(self, prompt: Prompt) -> list[int]:
+        """What the server wrote with drafts."""
+        return self.served[prompt.key].texts[prompt.key].token_ids
 
 
 def _sample(key: str, text: Sequence[int]) -> Sample:
