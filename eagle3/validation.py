@@ -137,6 +137,8 @@ def _unknown(path: str) -> str:
         return f"{path}: has no value here that could be replaced; add one with +{path}=VALUE"
     if path.startswith("dataset.sources.") and path.count(".") == 2:
         return f"{path}: there is no such source; add one with +{path}.path=FILE"
+    if path.startswith("hydra."):
+        return f"{path}: Hydra lists no such setting, see `eagle3 --cfg hydra`; a plugin may take it as +{path}=VALUE"
     close = nearest(path)
     if close:
         return f"{path}: there is no such field; did you mean {' or '.join(close)}?"

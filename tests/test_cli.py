@@ -98,6 +98,7 @@ def test_listings_answer_without_torch(arguments: list[str], shown: str, tmp_pat
         (["trainer.lrr=3"], ["did you mean trainer.lr?"]),
         (["modl=llama"], ["modl: there is no such field; did you mean model?"]),
         (["model=lama"], ["model=lama: there is no such option", "smollm2_135m", "did you mean model=llama?"]),
+        (["hydra.launcher.n_job=2"], ["Hydra lists no such setting", "may take it as +hydra.launcher.n_job=VALUE"]),
         (["+experiment=dmo"], ["did you mean experiment=demo?"]),
         (["trainer.max_epochs=abc"], ["trainer.max_epochs: found 'abc', expected a whole number"]),
         (["dataset.on_bad_row=foo"], ["dataset.on_bad_row: found 'foo', expected skip or stop"]),

@@ -22,6 +22,7 @@ from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig, regist
 from eagle3.sweep import Job, job_names, union_requests
 from eagle3.validation import explain
 from tests.commands import eagle3, start, write_stages
+from tests.test_pipeline import chats
 from tests.trained import copied, make_inputs, train_words
 
 # Light stand-ins for what the training stages build, so that a child need not import Lightning.
@@ -420,3 +421,32 @@ def test_jobs_side_by_side_that_need_the_same_drafter_train_it_once(tiny_target:
 def test_a_launcher_that_is_not_installed_names_its_extra() -> None:
     error = MissingConfigException("not found", missing_cfg_file="hydra/launcher/ray", options=["basic", "process"])
     assert explain(error) == "hydra/launcher=ray: its plugin is not installed; run `pip install 'eagle3[ray]'`"
+
+
+@pytest.mark.slow
+def test_each_job_of_a_pipeline_sweep_trains_exports_and_evaluates_after_one_pass_of_the_target(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    """The real stages: real acceptance lengths in the summary and the report, states from a single run."""
+    asked = f"+dataset.sources.asked={{path: {chats(tmp_path / 'asked.jsonl', 3, first=50)}, role: heldout}}"
+    words = ["-m", "+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", asked]
+    words += [f"dataset.sources.train.path={chats(tmp_path / 'train.jsonl', 12)}", "layers.ids=[1,3,4],[2,3,5]"]
+    done = eagle3(*words, cwd=tmp_path, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    folder = the_sweep(tmp_path)
+    found = rows(folder)
+    assert set(found) == {"layers.ids=1-3-4", "layers.ids=2-3-5"}
+    for name, row in found.items():
+        assert row["status"] == "done"
+        assert 1 <= float(row["acceptance_length"]) <= 4
+        assert int(row["evaluate.rounds"]) > 0
+        assert Path(row["export.folder"], "config.json").is_file()
+        wrote = json.loads((folder / name / "artifacts.json").read_text())["wrote"]
+        assert [entry["kind"] for entry in wrote] == ["drafter", "export"]
+    page = (folder / "report.html").read_text()
+    assert "simulated acceptance length" not in page.split("</div>")[0], "the verdict is about what was decoded"
+    # Of all runs, those of the jobs among them, one passed the target; its states have the layers of both.
+    passes = [log for log in tmp_path.glob("outputs/**/run.log") if " prepared samples = " in log.read_text()]
+    assert [log.parent.parent.parent.name for log in passes] == ["runs"]
+    (states,) = tmp_path.glob("outputs/artifacts/states/*/manifest.json")
+    assert set(json.loads(states.read_text())["layer_ids"]) >= {1, 2, 3, 4, 5}
