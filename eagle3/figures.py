@@ -205,6 +205,24 @@ def _depth(findings: Findings) -> int:
     return max((int((job.config.get("model") or {}).get("num_hidden_layers") or 0) for job in findings.jobs), default=0)
 
 
+def fields(findings: Findings) -> Figure | None:
+    """Acceptance length against each number that the sweep varies, in the selections' colours."""
+    numbers = dict(list(findings.numbers().items())[:3])
+    if not numbers:
+        return None
+    figure, row = _figure(3.4, len(numbers), sharey=True)
+    palette = colours(findings.selections)
+    for axes, (key, points) in zip(row, numbers.items(), strict=True):
+        for value, selection in points:
+            axes.plot([value] * len(selection.values), selection.values, "o", color=palette[selection.label], ms=7)
+        values = [value for value, _ in points]
+        if min(values) > 0 and max(values) > 20 * min(values):
+            axes.set_xscale("log")
+        axes.set_xlabel(key)
+    row[0].set_ylabel("acceptance length" if findings.real else "simulated acceptance length")
+    return figure
+
+
 def costs(jobs: Sequence[Record]) -> Figure | None:
     """Time by stage, and bytes read (the states' layers) and made (drafter and export), for each job."""
     shown = [job for job in jobs if job.seconds_of()][:MOST]

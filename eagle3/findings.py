@@ -165,6 +165,16 @@ class Findings:
         """Whether acceptance was measured by decoding."""
         return self.measure == "acceptance_length"
 
+    def numbers(self) -> dict[str, list[tuple[float, Selection]]]:
+        """The fields that the sweep varies over at least three numbers, each with its value for every selection."""
+        found: dict[str, list[tuple[float, Selection]]] = {}
+        for key in self.varied:
+            points = [(_as_number(_given(s.jobs[0]).get(key)), s) for s in self.measured]
+            known = [(value, selection) for value, selection in points if value is not None]
+            if key != "seed" and len({value for value, _ in known}) >= 3:
+                found[key] = known
+        return found
+
     def baseline(self, name: str) -> float | None:
         """The mean acceptance length of a baseline drafter over the jobs that measured it."""
         found = [f for job in self.jobs for f in (job.metrics.get("evaluate") or {}, job.metrics) if f.get("baselines")]
@@ -268,6 +278,13 @@ def _label(job: Record, varied: Sequence[str]) -> str:
         value = given.get(key, "default")
         return value if key.startswith("layers") else f"{key}={value}"
     return " ".join(f"{key.removeprefix('layers.')}={_short(given[key])}" for key in varied if key in given)
+
+
+def _as_number(value: str | None) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return None
 
 
 def _short(value: str) -> str:

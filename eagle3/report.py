@@ -74,6 +74,7 @@ def _sweep(folder: Path) -> tuple[str, str, dict[str, Figure]]:
     pictures = {
         "acceptance": figures.acceptance(findings) if findings.measured else None,
         "layers": figures.layer_map(findings),
+        "fields": figures.fields(findings),
         "positions": figures.positions(findings.measured),
         "losses": figures.losses(findings.selections),
         "costs": figures.costs(findings.jobs),
@@ -96,6 +97,7 @@ def _sweep(folder: Path) -> tuple[str, str, dict[str, Figure]]:
             drawn.get("layers"),
             "Each row is a selection, the best on top; its dots stand at the layers that its drafters read.",
         ),
+        _section("Fields", drawn.get("fields"), "A dot for each job, in its selection's colour."),
         _section(
             "Positions",
             drawn.get("positions"),

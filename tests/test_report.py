@@ -195,7 +195,14 @@ def test_a_search_names_its_points_by_all_that_it_varies(tmp_path: Path) -> None
         write_job(tmp_path, name, "late", 1.5)
     folder = tmp_path / "sweeps" / "5eed"
     write_json(folder / "index.json", {**index, "p2": ["stage=train", "layers=eagle", "trainer.lr=2e-3"]})
-    labels = [selection.label for selection in read_findings(folder).selections]
+    findings = read_findings(folder)
+    labels = [selection.label for selection in findings.selections]
+    assert findings.numbers() == {}, "two numbers make no curve"
+    write_job(tmp_path, "p3", "late", 1.7)
+    write_json(folder / "index.json", {**index, "p3": ["stage=train", "layers=late", "trainer.lr=3e-2"]})
+    searched = read_findings(folder)
+    assert {value: s.mean for value, s in searched.numbers()["trainer.lr"]} == {1.23456e-4: 1.5, 2e-3: 1.5, 3e-2: 1.7}
+    assert "<h2>Fields</h2>" in write_report(folder).read_text()
     assert labels == [
         "layers=late trainer.lr=0.000123",
         "layers=late trainer.lr=0.002",
