@@ -17,6 +17,9 @@ from omegaconf import MISSING
 
 from eagle3.errors import Eagle3Error, RequestError
 
+# What every random generator in use (Python's, NumPy's, torch's) takes.
+MAX_SEED = 2**32 - 1
+
 
 def choice(default: str, *others: str) -> Any:
     """A field that takes one of these words."""
@@ -91,7 +94,7 @@ class DatasetConfig:
     on_bad_row: str = choice("skip", "stop")
     on_long: str = choice("truncate", "skip")
     validation_samples: int = number(64, least=0)
-    seed: int = 0
+    seed: int = number(0, least=0, most=MAX_SEED)
     preserve_thinking: bool = False
     supervise_empty_thinking: bool = False
 
@@ -298,7 +301,7 @@ class Config:
     inputs: InputsConfig = field(default_factory=InputsConfig)
     output_dir: str = "outputs"
     cache_dir: str | None = None
-    seed: int = 0
+    seed: int = number(0, least=0, most=MAX_SEED)
     dry_run: bool = False
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import re
 import types
 import typing
@@ -162,6 +163,8 @@ def out_of_bounds(value: Any, prefix: str = "") -> Iterator[str]:
             for name, entry in found.items():
                 if dataclasses.is_dataclass(entry):
                     yield from out_of_bounds(entry, f"{path}.{name}.")
+                elif fault := _fault(entry, f"{path}.{name}", {}):
+                    yield fault
         elif found is not None and (fault := _fault(found, path, item.metadata)):
             yield fault
 
@@ -176,11 +179,16 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
         if count is not None and len(found) != count:
             return f"{path}: found {found}, expected {count} numbers; leave it out for the default"
         return next((fault for fault in faults if fault), None)
+    if isinstance(found, list):
+        return next((fault for i, item in enumerate(found) if (fault := _fault(item, f"{path}[{i}]", {}))), None)
+    if found == "":
+        return f"{path}: found nothing after the =, expected a value (is a shell variable not set?); or leave it out"
+    finite = not isinstance(found, float) or math.isfinite(found)
     least, most, above, below = (rules.get(name) for name in ("least", "most", "above", "below"))
-    if all(limit is None for limit in (least, most, above, below)):
+    if finite and all(limit is None for limit in (least, most, above, below)):
         return None
     fits = (
-        found == found  # NaN fits nowhere
+        finite
         and (least is None or found >= least)
         and (most is None or found <= most)
         and (above is None or found > above)
@@ -189,8 +197,9 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
     if fits:
         return None
     bounds = [("of at least", least), ("above", above), ("of at most", most), ("below", below)]
-    expected = " and ".join(f"{word} {limit:g}" for word, limit in bounds if limit is not None)
-    return f"{path}: found {found}, expected a number {expected}; leave it out for the default"
+    expected = " and ".join(f"{word} {limit:.12g}" for word, limit in bounds if limit is not None)
+    kind = "a number" if finite else "a finite number"
+    return f"{path}: found {found}, expected {f'{kind} {expected}'.strip()}; leave it out for the default"
 
 
 EXPERIMENTS = [path.name.removesuffix(".yaml") for path in files("eagle3.conf").joinpath("experiment").iterdir()]
