@@ -132,6 +132,8 @@ def _run(folder: Path) -> tuple[str, str, dict[str, Figure]]:
     drawn = {name: figure for name, figure in pictures.items() if figure is not None}
     numbers = [(name.replace("_", " "), record.headline(name)) for name in HEADLINES]
     facts = [(name, f"{value:,.3f}") for name, value in numbers if value is not None]
+    if (spread := alone[0].spread) is not None:
+        facts.insert(1, ("its uncertainty", f"± {spread:.3f} (95 %, {alone[0].basis})"))
     facts += [("status", record.status), ("layers", f"{record.layers} {record.layer_ids or ''}".strip())]
     if record.result.get("seconds") is not None:
         facts.append(("time", duration(record.result["seconds"])))
