@@ -41,6 +41,9 @@ def run(cfg, run):
 
 def check_config(cfg):
     pass
+
+def prepared(cfg, artifacts):
+    pass
 """
 
 
