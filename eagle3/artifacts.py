@@ -168,10 +168,15 @@ class Artifacts:
         manifests = sorted((self.root / kind).glob(f"*/{MANIFEST}"), key=lambda path: -path.stat().st_mtime)
         names = [path.parent.name for path in manifests if not path.parent.suffix]
         more = f" and {len(names) - 3} older ones" if len(names) > 3 else ""
-        return f" ({', '.join(names[:3])}{more} are there)" if names else " (none is there)"
+        return f" (there: {', '.join(names[:3])}{more})" if names else " (none is there)"
 
     def _given(self, kind: str, given: str) -> Artifact:
-        """A folder (a run folder's link to it, too), or an id, of which a beginning is enough when only one fits."""
+        """A folder (a run folder's link to it, too), or an id, of which a beginning is enough when only one fits.
+
+        `kind/id`, as `stage=runs` lists artifacts, is an id, too.
+        """
+        if given.startswith(f"{kind}/") and not Path(given).exists():
+            given = given.removeprefix(f"{kind}/")
         if os.sep in given or Path(given).is_dir():
             folder = Path(given).expanduser().resolve()
         else:

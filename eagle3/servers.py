@@ -128,7 +128,8 @@ def release(engine: str, version: str | None) -> Release:
     ranges = ", ".join(f"from {'.'.join(map(str, found.oldest))} on" for found in known)
     raise RequestError(
         f"export.engine_version: found {version!r}, expected a version of {engine} whose rules are known: {ranges}; "
-        "try export.engine_version=null for the newest"
+        "try export.engine_version=null for the newest; one that ends in 0 needs quotes: "
+        """'export.engine_version="0.20"'"""
     )
 
 

@@ -52,6 +52,22 @@ def check_trainer(cfg: Config) -> None:
         )
 
 
+def build_callbacks(cfg: Config) -> list[Callback]:
+    """The callbacks that the user added. RequestError for an entry that makes none."""
+    found = []
+    for name, node in cfg.trainer.callbacks.items():
+        where = f"trainer.callbacks.{name}"
+        made = build(node, where) if isinstance(node, dict) else node
+        if not isinstance(made, Callback):
+            source = f"{node.get('_target_')} made a {type(made).__name__}" if node is not made else f"found {node}"
+            raise RequestError(
+                f"{where}: {source}, expected a lightning.pytorch.Callback; name its class: "
+                f"'+{where}={{_target_: package.Class}}'"
+            )
+        found.append(made)
+    return found
+
+
 def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Trainer:
     """The Trainer of `trainer.lightning`, told what the rest of the config says as far as it does not say otherwise."""
     node = cfg.trainer.lightning or {"_target_": "lightning.pytorch.Trainer"}

@@ -332,7 +332,7 @@ def test_training_longer_goes_on_from_the_last_step(
         trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}"))
     with pytest.raises(RequestError, match=r"trainer\.accumulate: found 2, expected 1"):
         trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}", "trainer.accumulate=2"))
-    words = rf"^trainer\.resume_from=deadbeef: found nothing at .*, expected a complete .* \({short.id} are there\)"
+    words = rf"^trainer\.resume_from=deadbeef: found nothing at .*, expected a complete .* \(there: {short.id}\)"
     with pytest.raises(RequestError, match=words):
         trained(train_config(folder, tiny_target, "trainer.resume_from=deadbeef"))
     longer = ("trainer.max_steps=20", "trainer.lr=1e-3", f"trainer.resume_from={short.id}", recording(record))

@@ -283,7 +283,7 @@ def test_s9_a_link_that_leads_nowhere_is_named_with_where_it_led(cfg: Config, tm
     run_stage("export", cfg)
     (exported,) = [path.parent for path in Path(cfg.output_dir).glob("artifacts/export/*/manifest.json")]
     (tmp_path / "export").symlink_to(tmp_path / "gone")
-    words = rf"^inputs\.export={tmp_path}/export: found nothing at {tmp_path}/gone, .*\({exported.name} are there\)"
+    words = rf"^inputs\.export={tmp_path}/export: found nothing at {tmp_path}/gone, .*\(there: {exported.name}\)"
     with pytest.raises(RequestError, match=words):
         run_stage("evaluate", change(cfg, "inputs", export=str(tmp_path / "export")))
 

@@ -24,6 +24,8 @@ def test_a_version_leads_to_its_rules() -> None:
     assert release("vllm", "0.15.0").counts == (3,)
     with pytest.raises(RequestError, match=r"export\.engine_version: found '0\.11'.*from 0\.26 on, from 0\.14 on"):
         release("vllm", "0.11")
+    with pytest.raises(RequestError, match=r"ends in 0 needs quotes: 'export\.engine_version=\"0\.20\"'"):
+        release("vllm", "0.2")  # what Hydra makes of 0.20
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ def test_dry_run_says_and_does_nothing(inputs: Path, tiny_target: Path, tmp_path
         (["+trainer.lightning.max_steps=3"], r"trainer\.lightning\.max_steps: is decided by trainer\.max_steps"),
         (["drafter.warm_start=none-such"], r"drafter.*none-such"),
         (["trainer.module._target_=torch.nn.Identity"], r"trainer\.module"),
+        (["+trainer.callbacks.x={_target_: os.getcwd}"], r"trainer\.callbacks\.x: os\.getcwd made a str, expected a"),
+        (["+trainer.callbacks.x=3"], r"trainer\.callbacks\.x: found 3, expected a lightning\.pytorch\.Callback; name"),
         (["drafter.module._target_=torch.nn.Identity"], r"drafter\.module: torch\.nn\.Identity made a Identity"),
     ],
 )

@@ -32,7 +32,7 @@ from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.tracked import Gradients, Histogram
 from eagle3.trackers import Identity, SafeLogger, build_trackers
-from eagle3.trainer import Clock, build_trainer, check_trainer, peak_memory_bytes, quiet_lightning
+from eagle3.trainer import Clock, build_callbacks, build_trainer, check_trainer, peak_memory_bytes, quiet_lightning
 from eagle3.training import DrafterTraining
 from eagle3.vocab import VocabMap
 from eagle3.weights import Weights
@@ -327,8 +327,7 @@ class _Job:
             callbacks = [checkpoints, clock]
             if cfg.logger.gradients and trackers:
                 callbacks.append(Gradients(partial(_log_histograms, trackers), cfg.trainer.log_every_steps))
-            for name, node in cfg.trainer.callbacks.items():
-                callbacks.append(build(node, f"trainer.callbacks.{name}"))
+            callbacks += build_callbacks(cfg)
             with quiet_lightning():
                 trainer = build_trainer(cfg, self.run.folder, callbacks, trackers)
                 trainer.fit(
