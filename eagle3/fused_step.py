@@ -116,11 +116,21 @@ class FusedStep:
         return self._rotary
 
 
-def fits(drafter: Eagle3Drafter) -> bool:
-    """Whether this drafter can be trained by `FusedStep` where it is: on a GPU with Triton, in fp32."""
-    weight = drafter.fc.weight
+# Latent heads' widths (without position, with it, values) whose kernels ran on a GPU in bf16: DeepSeek's and Kimi's. At
+# 32 + 16 in fp32 the backward pass ended in an illegal memory access (H200, Triton 3.6).
+LATENT_WIDTHS = (128, 64, 128)
+
+
+def fits(drafter: Eagle3Drafter, dtype: torch.dtype) -> bool:
+    """Whether `FusedStep` can train this drafter on its GPU, computing in `dtype`: with Triton, weights in fp32.
+
+    A latent drafter of other widths than `LATENT_WIDTHS`, or one that computes in fp32, takes the plain path.
+    """
+    weight, shape = drafter.fc.weight, drafter.shape
     plain = type(weight.data) in (Tensor, DTensor) and weight.dtype == torch.float32
-    return weight.is_cuda and plain and drafter.shape.hidden_act == "silu" and find_spec("triton") is not None
+    widths = (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim)
+    heads = shape.attention == "dense" or (dtype == torch.bfloat16 and widths == LATENT_WIDTHS)
+    return plain and heads and shape.hidden_act == "silu" and find_spec("triton") is not None
 
 
 def _normed(states: Tensor, norm: Any) -> Tensor:

@@ -320,19 +320,8 @@ class DrafterTraining(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and a schedule that moves with its steps. Parameters have come to their device by now."""
-        if fits(self.drafter):
-            teacher = DraftTeacher(self.teacher.normed, self.teacher.weight, self.target_ids)
-            self.teacher.weight = teacher.weight[:0]  # the rows live on in their new order
-            dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
-            mix = mix_weights(self.settings.losses)
-            self.fused = FusedStep(
-                self.drafter,
-                teacher,
-                dtype,
-                mix,
-                self.settings.oov == "mask",
-                recompute=self.recipe.checkpoint_activations,
-            )
+        if self.drafter.fc.weight.is_cuda:
+            self._fuse()
         optimizer: torch.optim.Optimizer
         if self.recipe.optimizer == "muon":
             if isinstance(self.drafter.fc.weight, DTensor):
@@ -347,6 +336,22 @@ class DrafterTraining(LightningModule):
             optimizer = torch.optim.AdamW(self._groups(), fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _fuse(self) -> None:
+        """Takes the written-out step where this drafter and precision have one."""
+        dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
+        if not fits(self.drafter, dtype):
+            return
+        teacher = DraftTeacher(self.teacher.normed, self.teacher.weight, self.target_ids)
+        self.teacher.weight = teacher.weight[:0]  # the rows live on in their new order
+        self.fused = FusedStep(
+            self.drafter,
+            teacher,
+            dtype,
+            mix_weights(self.settings.losses),
+            self.settings.oov == "mask",
+            recompute=self.recipe.checkpoint_activations,
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what is known about the teacher's tokens."""

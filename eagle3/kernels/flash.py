@@ -48,9 +48,9 @@ class Tiles(NamedTuple):
 
 # By whether keys have a shared part and whether operands take four bytes: what fits Hopper's shared memory at 128 + 64.
 TILES = {
-    (False, False): Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, KEY_BLOCK, 4, 2)),
+    (False, False): Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, KEY_BLOCK, 4, 3)),
     (False, True): Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, KEY_BLOCK, 4, 1)),
-    (True, False): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, KEY_BLOCK, 8, 2)),
+    (True, False): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, KEY_BLOCK, 8, 1)),
     (True, True): Tiles(Tile(64, 64, 4, 1), Tile(64, 32, 8, 1), Tile(32, KEY_BLOCK, 8, 1)),
 }
 

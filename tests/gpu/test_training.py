@@ -85,7 +85,7 @@ def test_it_learns_what_the_cpu_learns_and_logs_what_is_promised(inputs: Path, t
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 def test_latent_attention_learns_what_it_learns_on_the_cpu(inputs: Path, target: Path, tmp_path: Path) -> None:
     latent = (*LATENT, "trainer.lr=1e-3")
-    exact = (*latent, CHECKED, "hardware.precision=32-true")
+    exact = (*latent, "hardware.precision=32-true")  # by the plain path
     cfg = train_config(copied(inputs, tmp_path / "gpu"), target, *GPU, *exact)
     other = train_config(copied(inputs, tmp_path / "cpu"), target, *latent)
     mine, theirs = (lines_of(trained(each)[2]) for each in (cfg, other))
