@@ -20,7 +20,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -307,8 +307,9 @@ def take_lock(path: Path, what: str) -> int:
         if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
             break
         os.close(handle)
-    os.ftruncate(handle, 0)
-    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    with suppress(OSError):  # on a full disk the lock holds without its owner's name, so that gc can make room
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return handle
 
 

@@ -7,11 +7,14 @@ the folder of the rank that started it and writes nothing but its own log.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +45,8 @@ __all__ = [
 
 FOLDER_VARIABLE = "EAGLE3_RUN_FOLDER"
 WIDTH = 140
+# They read what lies in the output folder; gc deletes there, and writes nothing.
+LOOKING_STAGES = ("runs", "gc")
 CONFIG_HEADER = """\
 # The whole configuration of this run, resolved. `eagle3 -cp <this folder>` repeats it; values can be overridden there.
 defaults:
@@ -125,13 +130,13 @@ class Run:
     def start(cls, cfg: Config, overrides: list[str], folder: Path | None = None) -> Run:
         """Opens a new run in `folder`, or in a folder of its own under `<output_dir>/runs/<date>/`.
 
-        RequestError when the output folder cannot be written or when `folder` holds a run already.
+        RequestError when the output folder cannot be written or when `folder` holds a run already. The stages that only
+        look through the output folder get a temporary folder then: a full disk is when they are needed.
         """
+        target: Path | None = None
         try:
             target = _new_folder(cfg) if folder is None else folder.absolute()
-            target.mkdir(parents=True, exist_ok=True)
-            with open(target / "config.yaml", "x", encoding="utf-8") as file:
-                file.write(CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
+            return cls._open(cfg, overrides, target)
         except FileExistsError as error:
             if folder is None or not (folder / "config.yaml").exists():
                 raise _unwritable(cfg, folder, error) from error
@@ -140,9 +145,18 @@ class Run:
                 f"hydra.run.dir out, or repeat that run with `eagle3 -cp {folder}`"
             ) from error
         except OSError as error:
-            raise _unwritable(cfg, folder, error) from error
+            if folder is None and target is not None:
+                shutil.rmtree(target, ignore_errors=True)
+            if folder is not None or cfg.stage.name not in LOOKING_STAGES or not Path(cfg.output_dir).is_dir():
+                raise _unwritable(cfg, folder, error) from error
+        return cls.start(cfg, overrides, Path(tempfile.mkdtemp(prefix=f"eagle3-{cfg.stage.name}-")))
+
+    @classmethod
+    def _open(cls, cfg: Config, overrides: list[str], target: Path) -> Run:
+        target.mkdir(parents=True, exist_ok=True)
+        with open(target / "config.yaml", "x", encoding="utf-8") as file:
+            file.write(CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
         (target / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(list(overrides))), encoding="utf-8")
-        os.environ[FOLDER_VARIABLE] = str(target)
         run = cls(cfg, target)
         run.artifacts.context["run"] = os.path.relpath(target, run.artifacts.root)
         run._facts = {
@@ -152,7 +166,12 @@ class Run:
             "started": _now(),
             **provenance.collect(),
         }
-        run._write_provenance()
+        try:
+            run._write_provenance()
+        except OSError:
+            run._stop_logging()
+            raise
+        os.environ[FOLDER_VARIABLE] = str(target)
         run.log.debug("config %s, %s", run._facts["config_hash"], run._facts["command"])
         return run
 
@@ -305,7 +324,12 @@ def _new_folder(cfg: Config) -> Path:
 
 def _unwritable(cfg: Config, folder: Path | None, error: OSError) -> RequestError:
     where = f"output_dir={cfg.output_dir}" if folder is None else f"hydra.run.dir={folder}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RequestError(
+            f"{where}: the disk is full, expected room for a run; `eagle3 stage=gc` lists what can go"
+        )
+    place = "" if error.filename is None else f": {error.filename}"
     return RequestError(
-        f"{where}: cannot write there ({error.strerror or error}: {error.filename}), expected a folder that can be "
+        f"{where}: cannot write there ({error.strerror or error}{place}), expected a folder that can be "
         "created or written; try output_dir=/tmp/eagle3-outputs"
     )

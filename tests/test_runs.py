@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from rich.table import Table
 
+from eagle3 import runs
+from eagle3.artifacts import write_json
 from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig
 from eagle3.errors import RequestError
 from eagle3.runs import Run, config_hash
@@ -142,6 +147,37 @@ def test_an_unwritable_output_folder_is_one_clear_line(cfg: Config, tmp_path: Pa
     with pytest.raises(RequestError, match=r"output_dir=.*cannot write there") as caught:
         Run.start(cfg, [])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["runs", "gc", "train"])
+def test_on_a_full_disk_those_that_only_look_work_all_the_same(
+    stage: str, cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gc is what makes room there. The others leave no half of a run."""
+    cfg.stage.name = stage
+    root = Path(cfg.output_dir)
+    (root / "artifacts").mkdir(parents=True)
+    (tmp_path / "room").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "room"))
+
+    def full(path: Path, value: Any) -> None:
+        if path.is_relative_to(root):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_json(path, value)
+
+    monkeypatch.setattr(runs, "write_json", full)
+    handlers = list(logging.getLogger().handlers)
+    if stage == "train":
+        with pytest.raises(RequestError, match=r"output_dir=.*: the disk is full, .*; `eagle3 stage=gc` lists"):
+            Run.start(cfg, [])
+        assert "EAGLE3_RUN_FOLDER" not in os.environ
+    else:
+        run = Run.start(cfg, [])
+        run.finish("done", 0)
+        assert run.folder.is_relative_to(tmp_path / "room")
+        assert run.artifacts.root == root / "artifacts"
+    assert logging.getLogger().handlers == handlers
+    assert not list((root / "runs").glob("*/*"))
 
 
 def test_a_helper_rank_joins_the_folder_and_changes_nothing(cfg: Config) -> None:
