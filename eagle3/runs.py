@@ -325,9 +325,7 @@ def _new_folder(cfg: Config) -> Path:
 def _unwritable(cfg: Config, folder: Path | None, error: OSError) -> RequestError:
     where = f"output_dir={cfg.output_dir}" if folder is None else f"hydra.run.dir={folder}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RequestError(
-            f"{where}: the disk is full, expected room for a run; `eagle3 stage=gc` lists what can go"
-        )
+        return RequestError(f"{where}: the disk is full, expected room for a run; `eagle3 stage=gc` lists what can go")
     place = "" if error.filename is None else f": {error.filename}"
     return RequestError(
         f"{where}: cannot write there ({error.strerror or error}{place}), expected a folder that can be "
