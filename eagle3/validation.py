@@ -290,7 +290,11 @@ def _explain_override(override: str, arguments: Sequence[str]) -> str:
             hint = f"did you mean +experiment={override}?"
         return f"{override}: is no override, expected FIELD=VALUE or GROUP=OPTION; {hint}"
     key, _, value = override.partition("=")
-    return f"{key}: cannot read the value {value!r}; put lists and special characters in quotes: '{key}=[1, 2, 3]'"
+    hint = f"put lists in quotes: '{key}=[1, 2, 3]'"
+    if value[:1] not in ("[", "{", "'", '"'):
+        escaped = value.replace("'", "\\'")
+        hint = f"a word with special characters needs quotes of its own inside the shell's: \"{key}='{escaped}'\""
+    return f"{key}: cannot read the value {value!r}; {hint}"
 
 
 def _explain_field(path: str, text: str, arguments: Sequence[str]) -> str:

@@ -112,6 +112,7 @@ def test_listings_answer_without_torch(arguments: list[str], shown: str, tmp_pat
         (["stage.name=nothing"], ["stage.name: found 'nothing', expected one of", "pipeline"]),
         (["layers=[2,30,58]"], ["layers=[2,30,58]", "'layers.ids=[2,15,27]' (in quotes)"]),
         (["layers.ids=[2,", "30,", "58]"], ["layers.ids: cannot read the value '[2,'", "'layers.ids=[1, 2, 3]'"]),
+        (["output_dir=two wörds"], ["output_dir: cannot read the value 'two wörds'", "\"output_dir='two wörds'\""]),
         (["-cp", "nowhere"], ["-cp nowhere: no such folder", "`eagle3 stage=runs` lists them"]),
         (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
         (["--stage", "train"], ["--stage: is no flag, expected", "did you mean stage=train?"]),
