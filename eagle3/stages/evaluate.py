@@ -206,7 +206,7 @@ def check_config(cfg: Config) -> None:
     """RequestError when the engine that decodes is absent or cannot do what `evaluate` asks, or what it is to be
     compared with is no evaluation."""
     if engine_name(cfg) == "vllm":
-        installed_version()
+        installed_version("hardware.engine" if cfg.evaluate.engine is None else "evaluate.engine")
     else:
         for field, expected in (("temperature", 0.0), ("batch_sizes", [1]), ("also_k", []), ("also_temperatures", [])):
             found = getattr(cfg.evaluate, field)

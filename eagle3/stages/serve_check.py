@@ -42,7 +42,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     Returns the summary over all sets, and that of each in `sets`. Raises StageFailed when a text is not the target's
     own or when the server accepts other drafts than our decoder; what was measured is on disk by then.
     """
-    installed_version()
+    installed_version("stage=serve_check")
     if cfg.evaluate.temperature > 0:
         raise RequestError(
             f"evaluate.temperature: found {cfg.evaluate.temperature}, expected 0: rounds are compared on greedy texts; "
