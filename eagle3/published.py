@@ -109,7 +109,8 @@ def _read_tensors(folder: Path, shape: DrafterShape, embedding: Tensor) -> dict[
     except (OSError, SafetensorError) as error:
         raise RequestError(
             f"{path}: expected the weights of an exported drafter, found {type(error).__name__}: {error}; "
-            "make them with `eagle3 stage=export`, or save a published drafter's weights as safetensors"
+            "delete the folder and make it again with `eagle3 stage=export`, or save a published drafter's weights as "
+            "safetensors"
         ) from error
     own = {name: tensor for name, tensor in weights.items() if name != EMBEDDING}
     if EMBEDDING in weights:

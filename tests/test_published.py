@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,15 @@ def test_what_is_no_such_drafter_is_refused(tmp_path: Path, changes: dict[str, A
     folder = write(tmp_path / "published", eagle_config(**changes), eagles_own(drafter))
     with pytest.raises(RequestError, match=r"config\.json.*" + words):
         import_drafter(folder, drafter.embedding, LAYERS)
+
+
+def test_weights_cut_short_are_to_be_deleted_and_made_again(tmp_path: Path) -> None:
+    """Before that, stage=export takes the folder for complete."""
+    drafter = make_drafter()
+    export_drafter(drafter, make_target(), tmp_path, torch.float32, "vllm")
+    os.truncate(tmp_path / "model.safetensors", 100)
+    with pytest.raises(RequestError, match=r"model\.safetensors: .*; delete the folder and make it again"):
+        import_drafter(tmp_path, drafter.embedding)
 
 
 def test_a_servers_own_factor_on_the_rotation_is_kept(tmp_path: Path) -> None:
