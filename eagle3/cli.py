@@ -7,7 +7,6 @@ and lists; the stage runs after Hydra has returned, so that errors, folders and 
 
 from __future__ import annotations
 
-import errno
 import importlib
 import inspect
 import os
@@ -27,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 import eagle3
 from eagle3 import children, launchers, plugins, stages
 from eagle3.config import Config, check_nodes, register_schema
-from eagle3.errors import Eagle3Error, RequestError
+from eagle3.errors import Eagle3Error, RequestError, disk_full
 from eagle3.runs import Run
 from eagle3.validation import explain, explain_flag, validate
 
@@ -164,7 +163,7 @@ def _failed(run: Run, error: BaseException) -> int:
     else:
         status, code = "failed", 1
         message = f"{run.cfg.stage.name} failed: {' <- '.join(_causes(error))}"
-        if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in _chain(error)):
+        if any(map(disk_full, _chain(error))):
             message += "; the disk is full: make room and run the same command again, what is complete is kept"
     where = "" if code == 2 else f"\nfull traceback in {_short(run.log_file)}"
     try:

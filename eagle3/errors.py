@@ -6,6 +6,8 @@ command to try. `cli` maps a type to its exit code, and nothing else does.
 
 from __future__ import annotations
 
+import errno
+
 
 class Eagle3Error(Exception):
     """Something failed while running (exit 1)."""
@@ -29,3 +31,8 @@ class StoreError(Eagle3Error):
 
 class EngineError(Eagle3Error):
     """The target's engine failed; carries the engine's own words (exit 1)."""
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room, on the disk or in the user's quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -7,7 +7,6 @@ the folder of the rank that started it and writes nothing but its own log.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from rich.console import Console, RenderableType
 from eagle3 import provenance
 from eagle3.artifacts import MANIFEST, Artifact, Artifacts, artifact_id, digest, fsync_folder, write_json
 from eagle3.config import Config
-from eagle3.errors import RequestError
+from eagle3.errors import RequestError, disk_full
 from eagle3.progress import Advance, progress
 
 __all__ = [
@@ -324,7 +323,7 @@ def _new_folder(cfg: Config) -> Path:
 
 def _unwritable(cfg: Config, folder: Path | None, error: OSError) -> RequestError:
     where = f"output_dir={cfg.output_dir}" if folder is None else f"hydra.run.dir={folder}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_full(error):
         return RequestError(f"{where}: the disk is full, expected room for a run; `eagle3 stage=gc` lists what can go")
     place = "" if error.filename is None else f": {error.filename}"
     return RequestError(

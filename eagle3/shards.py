@@ -12,7 +12,6 @@ against forgers.) Files grow in `shard-NNNNN.tmp` and get their names when they 
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from eagle3.artifacts import fsync_folder
-from eagle3.errors import RequestError, StageFailed, StoreError
+from eagle3.errors import RequestError, StageFailed, StoreError, disk_full
 from eagle3.shard_index import INDEX_NAME, complete_index, write_index
 from eagle3.weights import read_header
 
@@ -353,7 +352,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def write_error(error: OSError, path: Path) -> Exception:
     """The error to raise for a failed write: a full disk stops the run, an unwritable folder is a wrong request."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_full(error):
         free = shutil.disk_usage(path if path.exists() else path.parent).free
         return StageFailed(
             f"{path}: the disk is full ({error.strerror}, {free / 1e9:.2f} GB free); complete shards are kept: make "

@@ -22,7 +22,7 @@ from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.engines import Engine, compute_dtype
 from eagle3.engines.vllm_settings import dummy_weights
-from eagle3.errors import RequestError, StageFailed
+from eagle3.errors import RequestError, StageFailed, disk_full
 from eagle3.preparation_report import Counts, make_report, nothing_left, report_table
 from eagle3.prepared import PreparedWriter, prompt_group
 from eagle3.prompts import Conversation, SourceCount, read_source, source_identity
@@ -103,7 +103,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         (folder / JOURNAL).unlink(missing_ok=True)
         run.artifacts.commit(artifact, manifest)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if not disk_full(error) and error.errno not in (errno.EROFS, errno.EACCES):
             raise
         raise StageFailed(
             f"{folder}: cannot be written ({error.strerror}); make room or set output_dir=, then run the same command "
