@@ -202,7 +202,10 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
     return f"{path}: found {found}, expected {f'{kind} {expected}'.strip()}; leave it out for the default"
 
 
-EXPERIMENTS = [path.name.removesuffix(".yaml") for path in files("eagle3.conf").joinpath("experiment").iterdir()]
+def _experiments() -> list[str]:
+    return [path.name.removesuffix(".yaml") for path in files("eagle3.conf").joinpath("experiment").iterdir()]
+
+
 TYPES = {"Integer": "a whole number", "Float": "a number", "String": "a word", "bool": "true or false"}
 
 
@@ -286,7 +289,7 @@ def _explain_override(override: str, arguments: Sequence[str]) -> str:
             hint = f"did you mean {override}={following}?"
         elif close := difflib.get_close_matches(override, stages.names(), n=1):
             hint = f"did you mean stage={close[0]}?"
-        elif override in EXPERIMENTS:
+        elif override in _experiments():
             hint = f"did you mean +experiment={override}?"
         return f"{override}: is no override, expected FIELD=VALUE or GROUP=OPTION; {hint}"
     key, _, value = override.partition("=")
