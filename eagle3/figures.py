@@ -120,7 +120,7 @@ def _measure_name(findings: Findings) -> str:
     if not findings.real:
         return "simulated acceptance length (validation samples)"
     for job in findings.jobs:
-        for found in (job.metrics.get("evaluate") or {}, job.metrics):
+        for found in job.metrics_of("evaluate"):
             if "temperature" in found:
                 return f"acceptance length (decoded, k = {found['k']}, temperature {found['temperature']:g})"
     return "acceptance length (decoded)"

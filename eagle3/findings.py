@@ -132,7 +132,7 @@ def over_prompts(pulls: Iterable[float], chance: float | None) -> float | None:
 
 def _counts(job: Record) -> tuple[float, int]:
     """Accepted drafts and rounds of a job's evaluation."""
-    for found in (job.metrics.get("evaluate") or {}, job.metrics):
+    for found in job.metrics_of("evaluate"):
         if found.get("rounds") and found.get("accepted_drafts") is not None:
             return found["accepted_drafts"] * found["rounds"], found["rounds"]
     return 0.0, 0
@@ -177,7 +177,7 @@ class Findings:
 
     def baseline(self, name: str) -> float | None:
         """The mean acceptance length of a baseline drafter over the jobs that measured it."""
-        found = [f for job in self.jobs for f in (job.metrics.get("evaluate") or {}, job.metrics) if f.get("baselines")]
+        found = [f for job in self.jobs for f in job.metrics_of("evaluate") if f.get("baselines")]
         values = [facts["baselines"][name] for facts in found if facts["baselines"].get(name) is not None]
         return statistics.fmean(values) if values else None
 

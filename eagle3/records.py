@@ -98,6 +98,10 @@ class Record:
                 return found[name]
         return None
 
+    def metrics_of(self, stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where a stage's metrics may be: under its name, as a pipeline has them, or among the run's own."""
+        return self.metrics.get(stage) or {}, self.metrics
+
     @property
     def objective(self) -> float | None:
         """What a search over jobs maximizes: the acceptance length, the simulated one where nothing was decoded."""
@@ -130,10 +134,10 @@ class Record:
     def positions(self) -> tuple[list[float], bool] | None:
         """The share of drafts accepted at each position among those whose earlier drafts were, and whether it was
         measured by decoding (else on validation samples)."""
-        for found in (self.metrics.get("evaluate") or {}, self.metrics):
+        for found in self.metrics_of("evaluate"):
             if rates := found.get("per_position"):
                 return [rate for rate in rates if rate is not None], True
-        for found in (self.metrics.get("train") or {}, self.metrics):
+        for found in self.metrics_of("train"):
             values = found.get("validation") or {}
             steps = sorted(int(m[1]) for key in values if (m := re.fullmatch(r"accuracy_conditional/step_(\d+)", key)))
             if steps:
