@@ -109,6 +109,24 @@ def test_a_death_while_working_is_reported(tmp_path: Path) -> None:
     process.close()
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
+def test_shared_memory_of_an_engine_that_died_is_freed(tmp_path: Path) -> None:
+    """Nobody lives who could tell what it held: it was noted before."""
+    hold = (
+        "import mmap; f = open(f'/dev/shm/{os.getpid()}-cpushm_0', 'w+b'); f.truncate(64); "
+        "self.memory = mmap.mmap(f.fileno(), 64)"
+    )
+    process = start(tmp_path, hold)
+    process.wait_ready(ignore)
+    held = Path(f"/dev/shm/{process._process.pid}-cpushm_0")
+    assert held.exists()
+    process.submit([("a", [9], {"max_tokens": 1})])
+    with pytest.raises(EngineError, match="ended by signal SIGKILL"):
+        process.finished(20.0)
+    process.close()
+    assert not held.exists()
+
+
 def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:
     process = start(tmp_path, "pass")
     process.wait_ready(ignore)

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 # Python's shared memory and semaphores, and vLLM's own between the ranks of a CPU; never a checkpoint or states there.
-FOLDER, NAMES = Path("/dev/shm"), ("psm_*", "sem.mp-*", "vllm_dist_*")
+FOLDER, NAMES = Path("/dev/shm"), ("psm_*", "sem.mp-*", "*-cpushm_*")
 
 
-def kill_group(group: int) -> None:
-    """Kills every process of a group and removes the names of the shared memory that they hold.
+def kill_group(group: int, held: Iterable[Path] = ()) -> None:
+    """Kills every process of a group and removes the names of the shared memory that they hold, or that was `held`.
 
     Memory that other processes hold under other names stays. Does not return when the group is one's own.
     """
     try:
-        for path in {path for process in _members(group) for path in shared_memory(process)}:
+        for path in {*held, *group_memory(group)}:
             path.unlink(missing_ok=True)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+def group_memory(group: int) -> set[Path]:
+    """The shared memory that the processes of a group have mapped now, by name."""
+    return {path for process in _members(group) for path in shared_memory(process)}
 
 
 def shared_memory(process: int) -> set[Path]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
-from eagle3.engines.process_group import kill_group
+from eagle3.engines.process_group import group_memory, kill_group
 from eagle3.errors import EngineError
 
 LAST_LINES = 15
@@ -47,6 +47,7 @@ class EngineProcess:
         # Makes ids of requests unlike those of any earlier use of the engine.
         self.numbers = itertools.count()
         self._broken = False
+        self._held: set[Path] = set()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log, theirs:
             self._log_start = log.tell()
@@ -77,6 +78,8 @@ class EngineProcess:
             position += len(text)
             watch(text.decode("utf-8", "replace"))
             if message is not None:
+                # Noted while all live: when one is killed, the others may end before anybody can look what they hold.
+                self._held = group_memory(self._process.pid)
                 return message[1]
 
     def submit(
@@ -117,7 +120,7 @@ class EngineProcess:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._connection.send(("close",))
                 self._process.wait(CLOSE_SECONDS)
-        kill_group(self._process.pid)
+        kill_group(self._process.pid, self._held)
         self._process.wait()
         self._connection.close()
 
