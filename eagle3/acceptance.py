@@ -46,14 +46,3 @@ def walk(
             accepted += taken
             slot += 1 + taken
     return Walk(rounds, accepted)
-
-
-def simulated_acceptance_length(
-    hits: NDArray[np.bool_],
-    slots: NDArray[np.integer],
-    spans: NDArray[np.integer] | Sequence[tuple[int, int]],
-    k: int,
-) -> float:
-    """1 + accepted drafts per round, as `walk` finds them; 1.0 when there is nothing to draft."""
-    rounds, accepted = walk(hits, slots, spans, k)
-    return 1 + accepted / rounds if rounds else 1.0

@@ -6,14 +6,14 @@ SGLang read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.errors import RequestError, StoreError
+from eagle3.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -48,61 +48,11 @@ class VocabMap:
         """int64 [D]: the target id of each draft id, ascending."""
         return self.d2t + torch.arange(self.draft_vocab_size)
 
-    def draft_ids(self) -> Tensor:
-        """int64 [V]: the draft id of each target id, -1 where there is none."""
-        ids = torch.full((self.vocab_size,), -1, dtype=torch.int64)
-        ids[self.target_ids] = torch.arange(self.draft_vocab_size)
-        return ids
-
     def coverage(self, counts: np.ndarray | Tensor) -> float:
         """The share of tokens inside the map, for counts [V] of tokens; 1.0 when nothing is counted."""
         counted = np.asarray(counts, dtype=np.int64)
         total = int(counted.sum())
         return float(counted[self.t2d.numpy()].sum()) / total if total else 1.0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The two tensors under the names that servers read, for a safetensors file."""
-        return {"d2t": self.d2t, "t2d": self.t2d}
-
-    def metadata(self) -> dict[str, str]:
-        """What belongs beside the tensors in a safetensors header."""
-        return {
-            "draft_vocab_size": str(self.draft_vocab_size),
-            "vocab_size": str(self.vocab_size),
-            "tokenizer_hash": self.tokenizer_hash,
-            "padded": str(self.padded),
-        }
-
-    @classmethod
-    def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], where: str) -> VocabMap:
-        """The map out of a safetensors file. Raises StoreError, naming `where`, unless it is a sound map."""
-        try:
-            vocab = cls(tensors["d2t"], tensors["t2d"], metadata["tokenizer_hash"], int(metadata["padded"]))
-        except KeyError as missing:
-            raise StoreError(f"{where}: found no {missing}, expected d2t, t2d and their tokenizer_hash") from None
-        for name, size in (("draft_vocab_size", vocab.draft_vocab_size), ("vocab_size", vocab.vocab_size)):
-            if metadata.get(name) != str(size):
-                raise StoreError(f"{where}: {name} is {metadata.get(name)} in the header, {size} in the tensors")
-        check_map(vocab.d2t, vocab.t2d, where)
-        return vocab
-
-
-def check_map(d2t: Tensor, t2d: Tensor, where: str) -> None:
-    """Raises StoreError, naming `where`, unless d2t and t2d describe the same D distinct target ids."""
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or d2t.dim() != 1 or t2d.dim() != 1:
-        raise StoreError(
-            f"{where}: found d2t {d2t.dtype} {list(d2t.shape)} and t2d {t2d.dtype} {list(t2d.shape)}, expected int64 "
-            "[D] and bool [V]"
-        )
-    ids = d2t + torch.arange(d2t.numel())
-    if int(t2d.sum()) != d2t.numel():
-        raise StoreError(f"{where}: t2d marks {int(t2d.sum())} target ids, expected {d2t.numel()}, the length of d2t")
-    if ids.min() < 0 or ids.max() >= t2d.numel():
-        raise StoreError(
-            f"{where}: d2t leads to ids {int(ids.min())} to {int(ids.max())}, expected 0 to {len(t2d) - 1}"
-        )
-    if not torch.equal(ids, t2d.nonzero()[:, 0]):
-        raise StoreError(f"{where}: d2t does not lead to the target ids that t2d marks, each once and ascending")
 
 
 def check_size(size: int | None, vocab_size: int, special_ids: Sequence[int] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle3.acceptance import Walk, simulated_acceptance_length, walk
+from eagle3.acceptance import Walk, walk
 from eagle3.slots import supervised_slots
 
 
@@ -23,14 +23,13 @@ def test_right_for_two_then_wrong_is_exactly_three() -> None:
     flags, slots = rows(40, 5, 36, 5)  # 30 tokens to draft: ten rounds of 2 + 1
     hits = flags & (np.arange(5) < 2)
     assert walk(hits, slots, [(5, 36)], 5) == Walk(10, 20)
-    assert simulated_acceptance_length(hits, slots, [(5, 36)], 5) == 3.0
 
 
 def test_rounds_jump_and_do_not_average_over_slots() -> None:
     """Hits at every other slot only, half of all: serving jumps from hit to hit and never sees the misses between."""
     flags, slots = rows(30, 4, 26, 1)
     even = flags & (slots % 2 == 1)[:, None]
-    assert simulated_acceptance_length(even, slots, [(4, 26)], 1) == 2.0
+    assert walk(even, slots, [(4, 26)], 1) == Walk(11, 11)
     # The other half: the first slot misses, the rest is as before.
     assert walk(~even & flags, slots, [(4, 26)], 1) == Walk(11, 10)
 
@@ -46,7 +45,7 @@ def test_hits_count_only_in_a_row() -> None:
     flags, slots = rows(20, 4, 16, 3)
     hits = flags.copy()
     hits[:, 1] = False
-    assert simulated_acceptance_length(hits, slots, [(4, 16)], 3) == walk(flags, slots, [(4, 16)], 1).accepted / 6 + 1
+    assert walk(hits, slots, [(4, 16)], 3) == walk(flags, slots, [(4, 16)], 1)
 
 
 def test_several_spans_and_a_span_at_the_start() -> None:
@@ -60,6 +59,6 @@ def test_several_spans_and_a_span_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_nothing_to_draft_is_one(k: int) -> None:
+def test_nothing_to_draft_is_no_round(k: int) -> None:
     empty = np.zeros((0, 3), dtype=bool)
-    assert simulated_acceptance_length(empty, np.zeros(0, dtype=int), [], k) == 1.0
+    assert walk(empty, np.zeros(0, dtype=int), [], k) == Walk(0, 0)

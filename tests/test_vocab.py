@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from eagle3.errors import RequestError, StoreError
-from eagle3.vocab import VocabMap, build_vocab, check_map
+from eagle3.errors import RequestError
+from eagle3.vocab import build_vocab, check_vocabulary_map
 
 
 def _counts(size: int, seen: dict[int, int]) -> np.ndarray:
@@ -25,7 +23,6 @@ def test_most_frequent_ids_ascending_and_specials_always_in() -> None:
     assert vocab.d2t.tolist() == [1, 2, 5, 16]
     assert vocab.d2t.dtype == torch.int64
     assert vocab.t2d.nonzero()[:, 0].tolist() == [1, 3, 7, 19]
-    assert vocab.draft_ids().tolist() == [-1, 0, -1, 1, -1, -1, -1, 2, *[-1] * 11, 3]
     assert vocab.coverage(counts) == pytest.approx(23 / 26)
     assert vocab.padded == 0
     assert not vocab.is_full
@@ -68,34 +65,19 @@ def test_no_size_is_the_whole_vocabulary(size: int | None) -> None:
     assert vocab.coverage(_counts(20, {1: 1})) == 1.0
 
 
-def test_a_stored_map_records_tokenizer_and_sizes_and_comes_back_bit_equal(tmp_path) -> None:
-    """D15, T12."""
-    vocab = build_vocab(_counts(50, {40: 3, 41: 2}), 8, 50, [2], "abc")
-    path = tmp_path / "drafter.safetensors"
-    save_file(vocab.tensors(), path, metadata=vocab.metadata())
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        back = VocabMap.load({name: file.get_tensor(name) for name in ("d2t", "t2d")}, metadata, str(path))
-    assert metadata == {"draft_vocab_size": "8", "vocab_size": "50", "tokenizer_hash": "abc", "padded": "5"}
-    assert torch.equal(back.d2t, vocab.d2t)
-    assert torch.equal(back.t2d, vocab.t2d)
-    assert back.padded == vocab.padded
-    with pytest.raises(StoreError, match="draft_vocab_size is 9 in the header, 8 in the tensors"):
-        VocabMap.load(vocab.tensors(), {**metadata, "draft_vocab_size": "9"}, "file")
-    with pytest.raises(StoreError, match=r"^file: found no 't2d'"):
-        VocabMap.load({"d2t": vocab.d2t}, metadata, "file")
-
-
 def test_a_broken_map_is_refused_with_the_file() -> None:
-    """X1: all-zero, out of range, repeated, wrong type."""
+    """X1: all-zero, out of range, repeated, wrong type, of another target."""
     vocab = build_vocab(_counts(20, {5: 1, 9: 1}), 3, 20, [2], "hash")
     broken = {
-        "does not lead to": torch.zeros(3, dtype=torch.int64),
-        "expected 0 to 19": vocab.d2t + 100,
-        "found d2t torch.int32": vocab.d2t.int(),
-        "t2d marks 3 target ids, expected 2": vocab.d2t[:2],
+        "an all-zero d2t|not the 3 that d2t leads to": torch.zeros(3, dtype=torch.int64),
+        "3 target ids out of range, such as 102": vocab.d2t + 100,
+        "1 repeated target ids": vocab.d2t - torch.tensor([0, 0, 4]),
+        "torch.int32": vocab.d2t.int(),
+        "a t2d that marks 3 ids, not the 2 that d2t leads to": vocab.d2t[:2],
     }
     for words, d2t in broken.items():
-        with pytest.raises(StoreError, match=f"^drafter.safetensors: .*{words}"):
-            check_map(d2t, vocab.t2d, "drafter.safetensors")
-    check_map(vocab.d2t, vocab.t2d, "drafter.safetensors")
+        with pytest.raises(RequestError, match=f"^drafter.safetensors: the vocabulary map has .*({words})"):
+            check_vocabulary_map(d2t, vocab.t2d, 20, "drafter.safetensors")
+    with pytest.raises(RequestError, match="t2d of 20 entries instead of the target's 21"):
+        check_vocabulary_map(vocab.d2t, vocab.t2d, 21, "drafter.safetensors")
+    check_vocabulary_map(vocab.d2t, vocab.t2d, 20, "drafter.safetensors")
