@@ -30,14 +30,14 @@ PACKAGED = ("mt_bench", "human_eval", "gsm8k")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts to decode; `digest` stands for their texts, `available` is how many the whole set has."""
+    """Prompts to decode."""
 
     name: str
     prompts: tuple[Conversation, ...]
-    available: int
 
     @property
     def digest(self) -> str:
+        """Stands for their texts."""
         texts = [[(message.role, message.content) for message in prompt.messages] for prompt in self.prompts]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
@@ -69,7 +69,7 @@ def prompt_sets(
             raise RequestError(f"evaluate.sets: found '{label}' twice in {list(names)}, expected distinct sets")
         taken = len(conversations) if count is None else min(count, len(conversations))
         chosen = [conversations[i * len(conversations) // taken] for i in range(taken)]
-        sets.append(PromptSet(label, tuple(chosen), len(conversations)))
+        sets.append(PromptSet(label, tuple(chosen)))
     return sets
 
 

@@ -78,6 +78,7 @@ class Acceptance:
 
     @property
     def rounds(self) -> int:
+        """All rounds."""
         return self.reached[0]
 
     @property
@@ -117,15 +118,8 @@ class Decoded:
     seconds: float
 
     @property
-    def rounds(self) -> int:
-        return len(self.accepted)
-
-    @property
-    def drafts(self) -> int:
-        return self.k * self.rounds
-
-    @property
     def acceptance(self) -> Acceptance:
+        """Its counts."""
         return Acceptance.of(self.accepted, self.k)
 
 

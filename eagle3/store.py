@@ -143,12 +143,6 @@ class StatesStore:
         file = self._file(path)
         fill_rows(file.handle, path, file.start + int(self._starts[place]) * self.layout.row_bytes, rows)
 
-    def input_ids(self, sample_id: str) -> np.ndarray:
-        """The token ids int32 [T] whose states are stored."""
-        index = self.index(self._shards[self._known(sample_id)])
-        i = index.sample_ids.index(sample_id)
-        return index.input_ids[index.offsets[i] : index.offsets[i] + index.lengths[i]]
-
     def verify(self, prepared: Prepared) -> None:
         """RequestError unless every prepared sample is stored with the same token ids, or known to be rejected.
 
@@ -174,13 +168,10 @@ class StatesStore:
 
     def check_target(self, target: Target) -> None:
         """RequestError unless the states are this target's: same weights, tokenizer, template and quantization."""
-        stored, found = self.manifest["target"], target.fingerprint()
-        differing = [key for key in sorted({*stored, *found}) if stored.get(key) != found.get(key)]
-        if differing:
-            details = ", ".join(f"{key} {stored.get(key)!r} against {found.get(key)!r}" for key in differing)
+        if differing := target.differences(self.manifest["target"]):
             raise RequestError(
                 f"{self.folder}: these states were made by another target than model.path={target.model.path}: "
-                f"{details}; run `eagle3 stage=extract` with this model, or give the model they belong to"
+                f"{differing}; run `eagle3 stage=extract` with this model, or give the model they belong to"
             )
 
     def _place(self, sample_id: str) -> int | None:

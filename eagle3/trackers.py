@@ -87,11 +87,6 @@ class SafeLogger(Logger):
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether it still takes calls."""
-        return self._alive
-
-    @property
     def name(self) -> str | None:
         """The tracker's name in the config."""
         return self.label
@@ -134,12 +129,6 @@ class SafeLogger(Logger):
     def finalize(self, status: str) -> None:
         """Lightning's end of a fit. The tracker stays open: `close` ends it when the stage is done."""
         self.save()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Waits until all calls so far are made; whether they were in time."""
-        made = threading.Event()
-        self._do("log", made.set)
-        return made.wait(timeout_s) if self._alive else True
 
     def close(self, exit_code: int) -> None:
         """Ends the tracker's run, as failed unless `exit_code` is 0; waits for it, but not for ever."""

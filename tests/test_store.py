@@ -65,7 +65,6 @@ def test_every_sample_is_read_back(folder: Path, samples: list[Sample]):
         for k, state in states.items():
             assert torch.equal(state, states_of(sample)[k].bfloat16())
             assert state.is_contiguous()
-        assert np.array_equal(store.input_ids(sample.id), sample.input_ids)
 
 
 def test_open_files_are_bounded_and_old_tensors_live_on(
@@ -244,5 +243,5 @@ def test_states_of_another_target(tmp_path: Path, samples: list[Sample], tiny_ta
     StatesStore.open(folder).check_target(target)
     target.__dict__.pop("_fingerprint")
     target.model.quantization = "fp8"
-    with pytest.raises(RequestError, match=r"another target than model\.path=.*: quantization None against 'fp8'"):
+    with pytest.raises(RequestError, match=r"another target than model\.path=.*: quantization None there, 'fp8' here"):
         StatesStore.open(folder).check_target(target)
