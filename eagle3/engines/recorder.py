@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eagle3.engines.direct_files import is_direct, open_for_rows, page_memory, write_at
 from eagle3.engines.matching import OpenSample, RowMatcher, Run
+from eagle3.engines.stalls import DiskWatch
 from eagle3.errors import EngineError
 
 WRITE_BYTES = 16 * 2**20
@@ -105,9 +106,11 @@ class Recorder:
         world: int = 1,
         slots: int = 3,
         writers: int = 4,
+        watch: DiskWatch | None = None,
     ) -> None:
         self.layer_ids, self.dtype, self.device = layer_ids, dtype, device
         self.rank, self.world, self.batch_rows = rank, world, batch_rows
+        self._watch = watch or DiskWatch(rank)
         self.row_bytes = hidden_size * dtype.itemsize
         self.cuda = device.type == "cuda"
         part = -(-len(layer_ids) * batch_rows // world)
@@ -277,6 +280,7 @@ class Recorder:
             for descriptor in shard.descriptors.values():
                 os.close(descriptor)
         self._shards.clear()
+        self._watch.close()
 
     def _event(self, stream: torch.cuda.Stream | None = None) -> Any:
         if not self.cuda:
@@ -346,7 +350,8 @@ class Recorder:
                 return
         if job.layer_id not in job.shard.descriptors:
             path = job.shard.files[job.layer_id][0]
-            job.shard.descriptors[job.layer_id] = open_for_rows(path, self.row_bytes)
+            with self._watch.doing("opening", path):
+                job.shard.descriptors[job.layer_id] = open_for_rows(path, self.row_bytes)
         jobs.append(job)
 
     def _flush(self) -> None:
@@ -356,11 +361,16 @@ class Recorder:
         while not self._closed.wait(FLUSH_SECONDS):
             with self._lock:
                 # Duplicates, since a shard's own descriptors are closed when it is complete.
-                files = [os.dup(file) for shard in self._shards.values() for file in shard.descriptors.values()]
-            for file in files:
+                files = [
+                    (os.dup(file), shard.files[layer_id][0])
+                    for shard in self._shards.values()
+                    for layer_id, file in shard.descriptors.items()
+                ]
+            for file, path in files:
                 try:
                     if not is_direct(file):
-                        os.fdatasync(file)
+                        with self._watch.doing("flushing", path):
+                            os.fdatasync(file)
                 except OSError as error:
                     self._fail(error)
                 finally:
@@ -372,8 +382,10 @@ class Recorder:
             for member, first, rows in job.members:
                 parts.append([job.layer_id, member, first, rows, zlib.crc32(_bytes(slot.states[row : row + rows]))])
                 row += rows
-            offset = job.shard.files[job.layer_id][1] + job.file_row * self.row_bytes
-            write_at(job.shard.descriptors[job.layer_id], _bytes(slot.states[job.source_row : row]), offset)
+            path, start = job.shard.files[job.layer_id]
+            with self._watch.doing("writing", path):
+                data, offset = _bytes(slot.states[job.source_row : row]), start + job.file_row * self.row_bytes
+                write_at(job.shard.descriptors[job.layer_id], data, offset)
             with self._lock:
                 job.shard.parts.extend(parts)
                 self._seconds["write"] += time.perf_counter() - before
@@ -398,8 +410,9 @@ class Recorder:
 
     def _finish(self, shard: Shard) -> None:
         """This rank's part of a shard is written; whoever completes the shard waits for the disk."""
-        for descriptor in shard.descriptors.values():
-            os.close(descriptor)
+        for layer_id, descriptor in shard.descriptors.items():
+            with self._watch.doing("closing", shard.files[layer_id][0]):
+                os.close(descriptor)
         self._finished.append({"key": shard.key, "rejected": sorted(shard.rejected), "parts": shard.parts})
 
     def _fail(self, error: BaseException, slot: Slot | None = None) -> None:

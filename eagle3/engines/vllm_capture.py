@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eagle3.checksums import combine_all
+from eagle3.engines import stalls
+from eagle3.engines.stalls import ProgressClock
 from eagle3.errors import RequestError, StoreError
 from eagle3.shards import Layout, ShardWriter, write_error
 
@@ -71,6 +73,11 @@ class ShardProgress:
                 writer.retract(plan.sample_ids[member], "non_finite")
             else:
                 writer.accept(plan.sample_ids[member], sums)
+
+
+def ring_bytes(layers: int, batch_tokens: int, row_bytes: int) -> int:
+    """Pinned host memory of all ranks of an engine together: the states of the batches that wait to be written."""
+    return RING_SLOTS * layers * batch_tokens * row_bytes
 
 
 def memory_bytes(report: Mapping[str, Any], key_values: int) -> int:
@@ -132,9 +139,16 @@ class CaptureDriver:
         self.report: dict[str, Any] = {}
         self._in_flight: dict[str, int] = {}
         self._open: dict[str, ShardProgress] = {}
+        self._clock = ProgressClock(process)
         settings = {"hidden_size": layout.hidden_size, "dtype": layout.dtype, "rotation": rotation}
+        settings |= {"slots": RING_SLOTS, "writers": WRITERS}
+        settings |= {"address": self._clock.address, "say_s": stalls.SAY_SECONDS}
         started = time.monotonic()
-        process.call("eagle3_arm", adapter, self.layer_ids, {**settings, "slots": RING_SLOTS, "writers": WRITERS})
+        try:
+            process.call("eagle3_arm", adapter, self.layer_ids, settings)
+        except BaseException:
+            self._clock.close()
+            raise
         self._arm_seconds = time.monotonic() - started
 
     def run(self, work: Iterable[ShardWork]) -> Iterator[ShardWork]:
@@ -156,16 +170,24 @@ class CaptureDriver:
                     drained = time.monotonic()
                 if self._in_flight and time.monotonic() - polled < POLL_SECONDS:
                     continue
-                answers, polled = self.process.call("eagle3_poll"), time.monotonic()
+                answers, polled = self.process.call("eagle3_poll", waiting=self._clock.check), time.monotonic()
+                self._clock.moved(
+                    [len(self._in_flight), *((a["rows"], a["bytes"], a["rows_written"]) for a in answers)]
+                )
+                self._clock.check()
                 yield from self._complete(answers)
                 if self._open and not self._in_flight and all(a["rows"] == a["rows_written"] for a in answers):
                     count = answers[0]["open_samples"]
                     raise self.process.failure(
                         f"vllm: all requests are finished, but {count} samples of {sorted(self._open)} lack rows"
                     )
+        except KeyboardInterrupt:
+            # Whoever stops it waits for nothing in flight: not for a batch, nor for a disk that hangs.
+            self.process.close(gently=False)
+            raise
         finally:
             if not self.process.broken:
-                ranks = self.process.call("eagle3_disarm")
+                ranks = self.process.call("eagle3_disarm", waiting=self._clock.check)
                 ended = time.monotonic()
                 self.report = {
                     "seconds": ended - started,
@@ -173,6 +195,7 @@ class CaptureDriver:
                     "tail_seconds": ended - drained,
                     "ranks": ranks,
                 }
+            self._clock.close()
 
     def _submit(self, work: ShardWork) -> bool:
         """Opens a shard in all workers and queues its samples; false when it has none to capture."""

@@ -90,16 +90,18 @@ class EngineProcess:
         """
         self._send(("submit", requests, first))
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers to a method of the worker extension."""
-        return self.ask("call", method, arguments)
+    def call(self, method: str, *arguments: Any, waiting: Callable[[], None] | None = None) -> list[Any]:
+        """The answers of all workers to a method of the worker extension; `waiting` as in `ask`."""
+        return self.ask("call", method, arguments, waiting=waiting)
 
-    def ask(self, *message: Any) -> Any:
-        """The host's answer to a message of its protocol that has one."""
+    def ask(self, *message: Any, waiting: Callable[[], None] | None = None) -> Any:
+        """The host's answer to a message of its protocol that has one; `waiting` is called each second until then."""
         self._send(message)
         while True:
             message = self._receive(1.0)
             if message is None:
+                if waiting is not None:
+                    waiting()
                 continue
             if message[0] == "result":
                 return message[1]
@@ -116,6 +118,8 @@ class EngineProcess:
 
     def close(self, *, gently: bool = True) -> None:
         """Ends the host and everything that it started; `gently` lets vLLM shut down by itself first."""
+        if self._connection.closed:
+            return
         if self._process.poll() is None and gently:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._connection.send(("close",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ FORCED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
 }
+STEP_TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 # Random weights instead of the checkpoint's, for rehearsals.
 DUMMY = "dummy"
 ENVIRONMENT = {
@@ -105,6 +107,8 @@ def engine_environment(cfg: Config) -> dict[str, str]:
         if cfg.hardware.tensor_parallel_size > 1:
             # One core a rank: vLLM's automatic binding refuses machines with few cores.
             found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(cfg.hardware.tensor_parallel_size)))
+    # vLLM takes a worker for dead after five minutes, also one that waits for a slow disk; `stalls` looks closer.
+    found[STEP_TIMEOUT] = os.environ.get(STEP_TIMEOUT, "900")
     return found
 
 

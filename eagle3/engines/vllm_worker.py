@@ -20,6 +20,7 @@ from torch import nn
 from eagle3.adapter import Adapter
 from eagle3.engines.backends import model_backends
 from eagle3.engines.recorder import Recorder
+from eagle3.engines.stalls import DiskWatch
 from eagle3.errors import EngineError
 
 
@@ -92,7 +93,7 @@ class Tap:
             shapes = [tuple(part.shape) for part in parts if part is not None]
             raise EngineError(
                 f"a layer handed on {shapes} in a batch of {rows} tokens: the engine shards tokens between layers; "
-                "set hardware.engine_options.data_parallel_size=1 or enable_expert_parallel=false"
+                "set hardware.engine_options.enable_expert_parallel=false"
             )
         # Only this rank's rows are summed and copied.
         cut = tuple(None if part is None else part[first:last] for part in parts)
@@ -131,7 +132,8 @@ class CaptureExtension:
         }
 
     def eagle3_arm(self, adapter: str, layer_ids: list[int], settings: dict[str, Any]) -> None:
-        """Starts a capture of `layer_ids` (ascending). Settings: hidden_size, dtype, rotation, slots, writers.
+        """Starts a capture of `layer_ids` (ascending). Settings: hidden_size, dtype, rotation, slots, writers,
+        and the address and seconds of a DiskWatch.
 
         A rotation of j makes rank r take the part of rank r + j, so that two captures show whether ranks agree.
         """
@@ -148,6 +150,7 @@ class CaptureExtension:
             world=world,
             slots=int(settings["slots"]),
             writers=int(settings["writers"]),
+            watch=DiskWatch(int(worker.rank), settings["address"], float(settings["say_s"])),
         )
         worker.eagle3_tap = Tap(model, load_adapter(adapter), list(layer_ids), recorder)
         if recorder.cuda:
