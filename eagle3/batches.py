@@ -32,25 +32,10 @@ log = logging.getLogger("eagle3")
 
 
 @dataclass(frozen=True)
-class Document:
-    """One sample with its states.
-
-    input_ids int [N], loss_mask bool [N], captured states [N, H_target] for each layer in the drafter's order, final
-    (pre-norm) states [N, H_target].
-    """
-
-    sample_id: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    hidden_states: Sequence[Tensor]
-    final_states: Tensor
-
-
-@dataclass(frozen=True)
 class PackedBatch:
     """Documents of T tokens together, one behind the other.
 
-    input_ids, position_ids, document_ids int64 [T]; loss_mask bool [T]; cu_seqlens int64 [B+1], the documents' bounds;
+    input_ids, position_ids int64 [T]; loss_mask bool [T]; cu_seqlens int64 [B+1], the documents' bounds;
     hidden_states [T, K * H_target] and final_states [T, H_target] in the store's dtype; `slots` and `blocks` say which
     rows each unroll step computes, supervises and attends from; `row_counts` int64 [steps] are the supervised rows of
     the whole optimizer step (all ranks, all accumulated batches), by which its losses are divided.
@@ -59,7 +44,6 @@ class PackedBatch:
     input_ids: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    document_ids: Tensor
     cu_seqlens: Tensor
     hidden_states: Tensor
     final_states: Tensor
@@ -94,35 +78,6 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def pack(
-    documents: Sequence[Document],
-    steps: int,
-    in_draft_vocab: BoolArray | None = None,
-    alignment: str = "exact",
-    row_counts: Sequence[int] | np.ndarray | None = None,
-    with_layout: bool = False,
-) -> PackedBatch:
-    """Packs documents; without `row_counts` the batch is a whole optimizer step of its own.
-
-    `with_layout` adds the layout for a GPU.
-    """
-    if documents:
-        hidden_states = torch.cat([torch.cat([*document.hidden_states], dim=-1) for document in documents])
-        final_states = torch.cat([document.final_states for document in documents])
-    else:
-        hidden_states = final_states = torch.empty(0, 0)
-    return assemble(
-        [(document.sample_id, document.input_ids, document.loss_mask) for document in documents],
-        hidden_states,
-        final_states,
-        steps,
-        in_draft_vocab,
-        alignment,
-        row_counts,
-        with_layout,
-    )
-
-
 def assemble(
     texts: Sequence[tuple[str, np.ndarray, np.ndarray]],
     hidden_states: Tensor,
@@ -146,7 +101,6 @@ def assemble(
         input_ids=input_ids,
         loss_mask=torch.from_numpy(np.concatenate([*masks, np.empty(0, dtype=np.bool_)])),
         position_ids=torch.cat([torch.arange(int(n)) for n in lengths] + [torch.empty(0, dtype=torch.int64)]),
-        document_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         cu_seqlens=cu_seqlens,
         hidden_states=hidden_states,
         final_states=final_states,
@@ -286,13 +240,6 @@ class PackedDataModule(LightningDataModule):
                 usable.append(row)
                 supervised.append(slots.sum(axis=1))
         return np.array(usable, dtype=np.int64), np.array(supervised, dtype=np.int64).reshape(-1, self.unroll_steps)
-
-    def document(self, row: int) -> Document:
-        """One prepared sample with its stored states. StoreError when their numbers of tokens differ."""
-        sample = self.prepared.samples[row]
-        hidden_states, final_states = self._read([sample], pinned=False)
-        states = hidden_states.chunk(len(self.layer_ids), dim=-1)
-        return Document(sample.id, sample.input_ids, sample.loss_mask, states, final_states)
 
     def train_batch(self, index: int) -> PackedBatch:
         """Batch `index` of the whole run, on this rank."""

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eagle3.batches import Document, pack
+from eagle3.batches import PackedBatch, PackedDataModule, assemble
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.loss import UnrollLoss, soft_cross_entropy, unroll_loss
 
 VOCAB = 23
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sample with its states: captured ones [N, H_target] by layer, in the drafter's order, and the final ones."""
+
+    sample_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    hidden_states: Sequence[Tensor]
+    final_states: Tensor
+
+
+def stored(data: PackedDataModule, row: int) -> Document:
+    """A prepared sample with its stored states."""
+    sample, final = data.prepared.samples[row], data.store.final_id
+    states = data.store.read(sample.id, [*data.layer_ids, final])
+    captured = [states[i] for i in data.layer_ids]
+    return Document(sample.id, sample.input_ids, sample.loss_mask, captured, states[final])
+
+
+def pack(
+    documents: Sequence[Document],
+    steps: int,
+    in_draft_vocab: np.ndarray | None = None,
+    alignment: str = "exact",
+    row_counts: Sequence[int] | None = None,
+    with_layout: bool = False,
+) -> PackedBatch:
+    """The batch of these documents; without `row_counts` it is a whole optimizer step of its own."""
+    texts = [(document.sample_id, document.input_ids, document.loss_mask) for document in documents]
+    hidden_states = final_states = torch.empty(0, 0)
+    if documents:
+        hidden_states = torch.cat([torch.cat([*document.hidden_states], dim=-1) for document in documents])
+        final_states = torch.cat([document.final_states for document in documents])
+    return assemble(texts, hidden_states, final_states, steps, in_draft_vocab, alignment, row_counts, with_layout)
 
 
 class Teacher(nn.Module):

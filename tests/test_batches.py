@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3.batches import PackedDataModule, pack
+from eagle3.batches import PackedDataModule
 from eagle3.errors import RequestError, StoreError
 from eagle3.prepared import PreparedWriter
 from eagle3.shards import Layout, ShardWriter, shards_at
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared, Sample, Tokens
 from tests.conftest import random_samples
-from tests.drafters import make_document, make_shape
+from tests.drafters import make_document, make_shape, pack
 
 LAYERS, FINAL = (1, 3, 6), 6
 LENGTHS = [5, 30, 12, 100, 64, 7, 9, 40, 33, 21]
@@ -93,7 +93,6 @@ def test_a_batch_holds_whole_documents_with_their_own_states(tmp_path: Path) -> 
         assert batch.input_ids[part].tolist() == sample.input_ids.tolist()
         assert batch.loss_mask[part].tolist() == sample.loss_mask.tolist()
         assert batch.position_ids[part].tolist() == list(range(LENGTHS[row]))
-        assert (batch.document_ids[part] == number).all()
         assert torch.equal(batch.hidden_states[part, :8], states_of(row, 1, LENGTHS[row], 8))
         assert torch.equal(batch.hidden_states[part, 8:], states_of(row, 3, LENGTHS[row], 8))
         assert torch.equal(batch.final_states[part], states_of(row, FINAL, LENGTHS[row], 8))
@@ -132,7 +131,7 @@ def test_states_of_another_length_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=rf"sample {data.prepared.samples[3].id} has 99 rows of states, expected its 100"
     ):
-        data.document(3)
+        [data.train_batch(index) for index in range(data.plan.batches)]
 
 
 def test_a_sample_longer_than_a_batch_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from eagle3 import loss
-from eagle3.batches import pack
 from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError, StoreError
 from eagle3.latent_attention import softmax_factor
 from eagle3.rotary import rope_frequencies
 from tests import reference
-from tests.drafters import MLA, Teacher, make_document, make_drafter, make_shape, train_step
+from tests.drafters import MLA, Teacher, make_document, make_drafter, make_shape, pack, train_step
 
 REDUCED = {"draft_vocab_size": 15}
 VARIANTS = {

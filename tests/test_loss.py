@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.batches import pack
 from eagle3.errors import RequestError
 from eagle3.loss import LOSSES, mix_losses, soft_cross_entropy, unroll_loss
-from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
+from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack, train_step
 
 
 def test_chunk_size_changes_nothing() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle3.batches import PackedBatch, pack
+from eagle3.batches import PackedBatch
 from eagle3.drafter import Eagle3Drafter
 from eagle3.loss import UnrollLoss, unroll_loss
 from eagle3.oov_memory import OovMemory
-from tests.drafters import Teacher, make_document, make_drafter, make_shape
+from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack
 
 STEPS = 3
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3.batches import pack
 from eagle3.step_clock import PARTS, StepClock, needed_flops
-from tests.drafters import MLA, make_document, make_drafter, make_shape
+from tests.drafters import MLA, make_document, make_drafter, make_shape, pack
 
 
 def test_parts_add_up_and_start_anew_after_each_reading() -> None:

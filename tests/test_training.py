@@ -16,7 +16,6 @@ from lightning.pytorch import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eagle3.batches import pack
 from eagle3.blueprint import new_drafter, state_scales
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, DrafterConfig, TrainerConfig
@@ -30,7 +29,7 @@ from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.training import DrafterTraining, Tally, learning_rate_factor
 from eagle3.vocab import build_vocab
-from tests.drafters import Teacher, make_document, make_drafter, make_shape
+from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack, stored
 from tests.stages import run_stage
 from tests.trained import copied, make_inputs, recorded, train_config, trained, write_prompts
 
@@ -118,7 +117,7 @@ def test_accumulated_step_equals_the_big_batch(inputs: Path, tiny_target: Path, 
     data = train.PackedDataModule(
         prepared, store, (1, 3, 4), vocab.t2d.numpy(), 3, "exact", 160, epochs=50, max_steps=1, accumulate=4
     )
-    documents = [data.document(int(row)) for row in data.train_rows[data.plan.step_documents(0)]]
+    documents = [stored(data, int(row)) for row in data.train_rows[data.plan.step_documents(0)]]
     assert len(documents) > 6
     batch = pack(documents, 3, vocab.t2d.numpy())
     module = DrafterTraining(drafter, target.teacher_head(), cfg.drafter, cfg.trainer, 1, lambda *_: None)
@@ -239,7 +238,7 @@ def test_v4_simulated_acceptance_is_that_of_real_drafting(inputs: Path, tiny_tar
     data = train.PackedDataModule(prepared, store, (1, 3, 4), drafter.t2d.numpy(), 3, "exact", 160, epochs=1)
     with torch.no_grad():
         for k in (1, 2, 3):
-            walks = [drafted(drafter, data.document(int(row)), k) for row in data.validation_rows]
+            walks = [drafted(drafter, stored(data, int(row)), k) for row in data.validation_rows]
             rounds, accepted = np.sum(walks, axis=0)
             assert metrics["validation"][f"simulated_acceptance_length/k_{k}"] == pytest.approx(1 + accepted / rounds)
     assert metrics["simulated_acceptance_length"] == metrics["validation"]["simulated_acceptance_length/k_3"] > 1.0

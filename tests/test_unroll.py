@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.batches import pack
 from eagle3.drafter import Eagle3Drafter
 from eagle3.fused_step import FusedStep
 from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import LOSSES, UnrollLoss, mix_losses
-from tests.drafters import MLA, Teacher, make_document, make_drafter, make_shape, train_step
+from tests.drafters import MLA, Teacher, make_document, make_drafter, make_shape, pack, train_step
 
 # `mscale_all_dim` also scales latent attention's softmax.
 YARN = {

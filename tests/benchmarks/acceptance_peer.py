@@ -45,6 +45,7 @@ from eagle3.tokens import Prepared, stop_ids
 from eagle3.trainer import build_trainer, quiet_lightning
 from eagle3.training import DrafterTraining
 from tests.benchmarks.specforge_training import SpecForgeTraining
+from tests.drafters import stored
 from tests.stages import configure, run_stage
 
 # The demo's recipe, but SpecForge's unroll and decay, which are also eagle3's defaults; no choice among checkpoints.
@@ -109,7 +110,7 @@ def train_one(overrides: Sequence[str], who: str, seed: int, folder: Path) -> di
         last: Any = None
         for index in range(data.plan.batches):
             rows = data.train_rows[data.plan.documents(index)[0]]
-            last = peer.step([data.document(row) for row in rows.tolist()])
+            last = peer.step([stored(data, row) for row in rows.tolist()])
         trained, last = folder / f"specforge-{seed}", float(last)
         peer.save(trained)
     else:

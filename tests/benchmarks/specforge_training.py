@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.batches import Document
 from eagle3.checkpoint import Target
 from eagle3.drafter import DrafterShape
 from eagle3.vocab import VocabMap
+from tests.drafters import Document
 
 STEPS = 7  # its ttt_length
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eagle3.batches import Document, PackedBatch, pack
+from eagle3.batches import PackedBatch
 from eagle3.blueprint import LATENT_SIZES
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.linear_loss import DraftTeacher
+from tests.drafters import Document, pack
 
 # hidden, intermediate, heads, key heads, head width, vocabulary, draft vocabulary, rope theta
 SHAPES = {

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from eagle3.batches import Document, PackedBatch, pack
+from eagle3.batches import PackedBatch
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.loss import unroll_loss
+from tests.drafters import Document, pack
 
 
 class Head(nn.Module):

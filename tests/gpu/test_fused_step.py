@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.batches import PackedBatch, pack
+from eagle3.batches import PackedBatch
 from eagle3.drafter import Eagle3Drafter
 from eagle3.fused_step import LATENT_WIDTHS
 from eagle3.head_rows import HeadRows
 from eagle3.loss import LOSSES, mix_losses, unroll_loss
 from eagle3.row_layout import RowLayout, lay_out, own_columns
 from eagle3.slots import pack_rows, supervised_slots
-from tests.drafters import Teacher, make_document, make_drafter, make_shape, train_step
+from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack, train_step
 from tests.test_unroll import YARN, fused_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
