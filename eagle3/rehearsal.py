@@ -25,8 +25,9 @@ from eagle3.engines.vllm_capture import ShardWork, memory_bytes
 from eagle3.engines.vllm_seams import check_version
 from eagle3.engines.vllm_settings import check_devices, engine_arguments, installed_version
 from eagle3.errors import Eagle3Error, RequestError
+from eagle3.host_memory import capture_need, host_memory
 from eagle3.memory import Footprint, key_value_bytes, weight_bytes
-from eagle3.progress import duration
+from eagle3.progress import duration, size_text
 from eagle3.shards import Layout, ShardPlan, ShardWriter, data_start, plan_shards, read_rows
 from eagle3.tokens import Sample, sample_id
 from eagle3.weights import read_json
@@ -87,6 +88,7 @@ def rehearse(cfg: Config, target: Target, extraction: Extraction, folder: Path, 
     _check_checkpoint(target, outcome)
     in_range, detail = check_version(version)
     outcome.add("vllm version", in_range, detail)
+    _check_host_memory(cfg, target, extraction, folder, outcome)
     if not outcome.passed:
         return outcome
     model = folder / "model"
@@ -156,6 +158,16 @@ def _check_checkpoint(target: Target, outcome: Rehearsal) -> None:
         outcome.add("tokenizer", True, f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens, {template}")
     except (Eagle3Error, OSError, ValueError, ImportError) as error:
         outcome.add("tokenizer", False, f"{type(error).__name__}: {error}")
+
+
+def _check_host_memory(cfg: Config, target: Target, extraction: Extraction, folder: Path, outcome: Rehearsal) -> None:
+    layout = Layout(target.shape.hidden_size, cfg.store.dtype, target.shape.num_layers)
+    captured = len(extraction.layer_ids)
+    states_bytes = sum(extraction.lengths or ()) * captured * layout.row_bytes
+    need, memory = capture_need(cfg, target, captured, states_bytes, folder), host_memory()
+    if memory is not None:
+        problem = need.problem(memory)
+        outcome.add("host memory", problem is None, problem or f"{need.describe()} of {size_text(memory.available)}")
 
 
 def _with_engine(

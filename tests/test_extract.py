@@ -22,11 +22,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3 import capture as capture_module
+from eagle3 import host_memory
 from eagle3 import shards as shards_module
 from eagle3.artifacts import Artifacts
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, InputsConfig, LayersConfig, StoreConfig
 from eagle3.errors import RequestError, StageFailed, StoreError
+from eagle3.host_memory import HostMemory
 from eagle3.layers import CONVENTION
 from eagle3.shard_index import INDEX_NAME, ShardIndex
 from eagle3.stages import extract, rehearse
@@ -230,6 +232,21 @@ def test_the_disk_is_too_small(cfg: Config, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rehearse, "open_rehearsed", None)
     with pytest.raises(RequestError, match=r"extraction will write .*B are free"):
         run_stage("extract", cfg)
+
+
+def test_e10_states_that_are_stored_in_memory_must_fit_there(cfg: Config, monkeypatch: pytest.MonkeyPatch):
+    """Refused before the engine starts, exit 2; on a disk the same memory is enough."""
+    monkeypatch.setattr(host_memory, "host_memory", lambda: HostMemory(1000, 2000))
+    monkeypatch.setattr(host_memory, "in_memory", lambda folder: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearse, "open_rehearsed", None)
+        with pytest.raises(RequestError) as refused:
+            run_stage("extract", cfg)
+    assert str(refused.value).startswith("output_dir: the capture needs ")
+    assert f"states in memory ({cfg.output_dir}/artifacts/states/" in str(refused.value)
+    assert "only 1.0 kB are available (the container's limit is 2.0 kB); choose one on a disk" in str(refused.value)
+    monkeypatch.setattr(host_memory, "in_memory", lambda folder: False)
+    run_stage("extract", cfg)
 
 
 def test_the_disk_fills_up_in_the_middle(cfg: Config, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3 import layers
+from eagle3 import host_memory, layers
 from eagle3.artifacts import Artifact, Artifacts, write_json
 from eagle3.capture import Capture, CaptureCount
 from eagle3.checkpoint import Target, open_target
@@ -96,6 +96,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if cfg.dry_run:
         return {}
     capture.check_space(missing, cfg.store.free_space_margin)
+    states_bytes = capture.size_bytes(missing)
+    host_memory.check(host_memory.capture_need(cfg, target, len(ids), states_bytes, capture.folder))
     if stored is None:
         folder = run.artifacts.begin(artifact, resume=True)
         write_json(folder / PLAN, {"first_rows": [plan.rows[0] for plan in capture.plans]})

@@ -33,7 +33,7 @@ def test_a_rehearsal_passes_and_foretells(folder: Path, tmp_path: Path) -> None:
     assert outcome.passed, outcome.checks
     names = [check.name for check in outcome.checks]
     assert names == [
-        *("checkpoint", "tokenizer", "vllm version", "engine", "layers", "backends"),
+        *("checkpoint", "tokenizer", "vllm version", "host memory", "engine", "layers", "backends"),
         *("states", "store", "repeatable", "disk", "time"),
     ]
     numbers = outcome.numbers
