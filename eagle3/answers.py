@@ -16,6 +16,7 @@ killed asks the rest in the same batches and ends with the same bits.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -42,7 +43,7 @@ BATCH_PER_SLOT = 3
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How prompts are answered; lengths in tokens, `batch` in prompts."""
+    """How prompts are answered; lengths in tokens, `batch` in prompts, of which `engines` are asked at once."""
 
     max_length: int
     max_new_tokens: int
@@ -51,6 +52,7 @@ class AnswerSettings:
     stop_ids: Sequence[int]
     batch: int
     skip_long: bool = False
+    engines: int = 1
 
 
 @dataclass
@@ -156,10 +158,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self._places)
 
-    def answers(self, batch: str) -> list[Generation] | None:
-        """The answers of a batch, or None when it is not there."""
-        if batch not in self._places:
-            return None
+    def __contains__(self, batch: str) -> bool:
+        return batch in self._places
+
+    def answers(self, batch: str) -> list[Generation]:
+        """The answers of a batch that is there."""
         with self.path.open("rb") as file:
             file.seek(self._places[batch])
             return _parse(file.readline())[1]
@@ -202,12 +205,12 @@ def regenerate(
                 prompts[prompt.key] = (dialogue, prompt)
         # Of similar length, so that a batch ends at once; the order depends on nothing but the prompts.
         order = sorted(prompts, key=lambda key: (-len(prompts[key][1].input_ids), key))
-        # Equal batches: a small last one would drain as long as a full one.
-        batches = math.ceil(len(order) / settings.batch)
-        for i in range(batches):
-            keys = order[i * len(order) // batches : (i + 1) * len(order) // batches]
-            batch = [prompts[key][1] for key in keys]
-            for answer in _answers(batch, engine, journal, settings, count, advance):
+        # Equal batches: a small last one would drain as long as a full one. They stay the same for more engines.
+        number = math.ceil(len(order) / settings.batch)
+        cuts = [i * len(order) // number for i in range(number + 1)] if order else []
+        batches = [[prompts[key][1] for key in order[first:last]] for first, last in itertools.pairwise(cuts)]
+        for i in range(0, len(batches), settings.engines):
+            for answer in _answers(batches[i : i + settings.engines], engine, journal, settings, count, advance):
                 count.cut += answer.finish != "stop"
                 prompts[answer.key][0].take(answer, template)
         for dialogue in asked:
@@ -227,36 +230,41 @@ def _outcome(dialogue: Dialogue, settings: AnswerSettings, count: AnswerCount) -
 
 
 def _answers(
-    batch: Sequence[Prompt],
+    batches: Sequence[Sequence[Prompt]],
     engine: Callable[[], Engine],
     journal: Journal,
     settings: AnswerSettings,
     count: AnswerCount,
     advance: Callable[[float], None],
-) -> list[Generation]:
-    """A batch's answers, in its order, out of the journal or from the engine. EngineError unless all are there."""
-    name = _name(batch)
-    if (known := journal.answers(name)) is not None:
-        advance(len(batch))
-        return known
-    target = engine()
-    started = time.monotonic()
-    found: dict[str, Generation] = {}
-    for answer in target.generate(
-        batch, temperature=settings.temperature, seed=settings.seed, stop_ids=settings.stop_ids
-    ):
-        found[answer.key] = Generation(answer.key, [int(i) for i in answer.token_ids], answer.finish)
-        advance(1)
-    if found.keys() != {prompt.key for prompt in batch}:
-        raise EngineError(
-            f"engine: answered {len(found)} of {len(batch)} prompts of a batch, first {batch[0].key}, expected each "
-            "once; run again: answered batches are kept"
-        )
-    answers = [found[prompt.key] for prompt in batch]
-    count.seconds += time.monotonic() - started
-    count.tokens += sum(len(answer.token_ids) for answer in answers)
-    journal.append(name, answers)
-    return answers
+) -> Iterator[Generation]:
+    """The answers of batches, in their order, out of the journal or asked now, all at once.
+
+    EngineError unless all are there.
+    """
+    named = {_name(batch): batch for batch in batches}
+    asked = {name: batch for name, batch in named.items() if name not in journal}
+    advance(sum(map(len, batches)) - sum(map(len, asked.values())))
+    if asked:
+        target = engine()
+        started = time.monotonic()
+        prompts = [prompt for batch in asked.values() for prompt in batch]
+        found: dict[str, Generation] = {}
+        for answer in target.generate(
+            prompts, temperature=settings.temperature, seed=settings.seed, stop_ids=settings.stop_ids
+        ):
+            found[answer.key] = Generation(answer.key, [int(i) for i in answer.token_ids], answer.finish)
+            advance(1)
+        if found.keys() != {prompt.key for prompt in prompts}:
+            raise EngineError(
+                f"engine: answered {len(found)} of {len(prompts)} prompts of a batch, first {prompts[0].key}, expected "
+                "each once; run again: answered batches are kept"
+            )
+        count.seconds += time.monotonic() - started
+        count.tokens += sum(len(answer.token_ids) for answer in found.values())
+        for name, batch in asked.items():
+            journal.append(name, [found[prompt.key] for prompt in batch])
+    for name in named:
+        yield from journal.answers(name)
 
 
 def _name(batch: Sequence[Prompt]) -> str:

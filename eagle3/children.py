@@ -60,7 +60,9 @@ def run_foreign_job(settings: Any, overrides: Sequence[str], cfg: Config) -> Non
     Where this machine has GPUs that other jobs could take as well, it gets its own.
     """
     folder = Path(settings.runtime.output_dir)
-    wanted = max(cfg.hardware.devices, cfg.hardware.tensor_parallel_size) if cfg.hardware.accelerator == "gpu" else 0
+    hardware = cfg.hardware
+    engines = hardware.data_parallel_size * hardware.tensor_parallel_size
+    wanted = max(hardware.devices, engines) if hardware.accelerator == "gpu" else 0
     with gpu_slots(wanted) as env:
         run_job(settings, overrides, folder, env)
     if not ended_well(folder):

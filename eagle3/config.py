@@ -58,6 +58,7 @@ class HardwareConfig:
     devices: int = number(1, least=1)
     threads: int | None = number(None, least=1)
     tensor_parallel_size: int = number(1, least=1)
+    data_parallel_size: int = number(1, least=1)
     gpu_memory_gb: float | None = number(None, above=0)
     engine_options: dict[str, Any] = field(default_factory=dict)
     expected_backends: dict[str, Any] = field(default_factory=dict)

@@ -84,7 +84,7 @@ def rehearse(cfg: Config, target: Target, extraction: Extraction, folder: Path, 
     """
     outcome, started = Rehearsal(), time.monotonic()
     version = installed_version()
-    check_devices(cfg)
+    check_devices(cfg, cfg.hardware.data_parallel_size)
     _check_checkpoint(target, outcome)
     in_range, detail = check_version(version)
     outcome.add("vllm version", in_range, detail)
@@ -310,10 +310,11 @@ def _forecast(
     numbers["forecast_bytes_per_s"] = round(speed * numbers["bytes_per_token"])
     if extraction.lengths is None:
         return
-    tokens = sum(extraction.lengths)
-    size, seconds = tokens * numbers["bytes_per_token"], tokens / speed
+    tokens, engines = sum(extraction.lengths), cfg.hardware.data_parallel_size
+    size, seconds = tokens * numbers["bytes_per_token"], tokens / speed / engines
     numbers.update(forecast_bytes=size, forecast_seconds=round(seconds, 1))
     fits = size <= extraction.free_bytes
     outcome.add("disk", fits, f"{size / 1e9:,.1f} GB of states, {extraction.free_bytes / 1e9:,.1f} GB free")
-    detail = f"about {duration(seconds)} for {tokens:,} tokens at {speed:,.0f} tokens/s"
+    each = f"{engines} engines of {speed:,.0f} tokens/s each" if engines > 1 else f"{speed:,.0f} tokens/s"
+    detail = f"about {duration(seconds)} for {tokens:,} tokens at {each}"
     outcome.add("time", True, f"{detail}: the model alone {computed:,.0f}, as it was written here {written:,.0f}")

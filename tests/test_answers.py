@@ -220,6 +220,26 @@ def test_a_torn_journal_is_taken_up_where_it_is_whole(tmp_path: Path) -> None:
     assert engine.calls == []  # all is there: the target is never loaded
 
 
+def test_more_engines_are_asked_more_batches_at_once_and_the_journal_stays_the_same(tmp_path: Path) -> None:
+    """Begun with two engines and gone on with three, as with one."""
+    tokenizer = make_tokenizer(CHATML, IM)
+    template = Template(tokenizer, LlamaAdapter())
+    chats = [conversation(i, question) for i, question in enumerate(QUESTIONS * 4)]
+    script = {f"s:{i}#0": f"Answer number {i}.<|im_end|>" for i in range(len(chats))}
+    answer(template, ScriptedEngine(tokenizer, script), chats, tmp_path / "one", max_new_tokens=30)
+    whole = (tmp_path / "one").read_bytes()
+    two = ScriptedEngine(tokenizer, script)
+    answer(template, two, chats, tmp_path / "two", max_new_tokens=30, engines=2)
+    assert (tmp_path / "two").read_bytes() == whole
+    batches = len(whole.splitlines())
+    assert (batches, len(two.calls)) == (6, 3)
+    (tmp_path / "three").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    three = ScriptedEngine(tokenizer, script)
+    answer(template, three, chats, tmp_path / "three", max_new_tokens=30, engines=3)
+    assert (tmp_path / "three").read_bytes() == whole
+    assert [len(call) for call in three.calls] == [3, 8]  # the third of the first three batches, the others at once
+
+
 def test_sampled_answers_follow_the_seed_and_the_key(tiny_target: Path, tmp_path: Path) -> None:
     cfg = configure("model=llama", f"model.path={tiny_target}")
     target = open_target(cfg)

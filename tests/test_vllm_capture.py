@@ -10,14 +10,14 @@ from eagle3.engines.vllm_capture import WRITERS, memory_bytes, throughput
 
 
 def rank(**numbers: float) -> dict[str, Any]:
-    found = {"bytes": 600, "rows_written": 100, "model_s": 8.0, "copy_s": 1.0, "wait_s": 0.5, "write_s": 2.0}
+    found = {"bytes": 600, "model_s": 8.0, "copy_s": 1.0, "wait_s": 0.5, "write_s": 2.0}
     memory = {"ring_bytes": 30, "working_bytes": 40, "device_bytes": 100, "key_value_bytes": 30}
     return {**found, **memory, **numbers}
 
 
 def test_shares_are_of_the_seconds_and_rates_of_all_ranks() -> None:
     ranks = [rank(), rank(bytes=200, model_s=6.0, write_s=6.0, working_bytes=50)]
-    found = throughput({"seconds": 10.0, "ranks": ranks}, forecast_tokens_per_s=20.0)
+    found = throughput({"seconds": 10.0, "tokens": 100, "ranks": ranks}, forecast_tokens_per_s=20.0)
     assert (found["tokens_per_s"], found["bytes_per_s"], found["of_forecast"]) == (10.0, 80, 0.5)
     assert (found["model_share"], found["copy_share"], found["wait_share"]) == (0.7, 0.1, 0.05)
     assert found["write_share"] == pytest.approx(0.4 / WRITERS)

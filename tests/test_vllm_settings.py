@@ -57,6 +57,7 @@ def test_documents_are_split_only_where_the_longest_does_not_fit_a_batch(tiny_ta
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: found 2, expected 1"),
         ({"model": "x"}, "set model.path instead"),
         ({"tensor_parallel_size": 2}, "set hardware.tensor_parallel_size instead"),
+        ({"data_parallel_size": 2}, "set hardware.data_parallel_size instead"),
     ],
 )
 def test_options_that_cannot_work_are_refused(tiny_target: Path, options: dict[str, Any], words: str) -> None:
@@ -94,17 +95,63 @@ def test_remote_code_must_be_allowed(tiny_target: Path) -> None:
     assert arguments(cfg, target)["trust_remote_code"] is True
 
 
-def test_ranks_on_a_cpu_have_a_core_each(tiny_target: Path) -> None:
+def test_ranks_on_a_cpu_have_a_core_each(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     cfg, _ = configured(tiny_target, tensor_parallel_size=2, threads=1)
     found = engine_environment(cfg)
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert found["OMP_NUM_THREADS"] == "1"
 
 
+def test_engines_side_by_side_have_gpus_and_ports_of_their_own(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, _ = configured(tiny_target, accelerator="gpu", tensor_parallel_size=2, data_parallel_size=2)
+    monkeypatch.delenv("VLLM_PORT", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5f,0,7,1")
+    found = [engine_environment(cfg, number) for number in (0, 1)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["3,GPU-5f", "0,7"]
+    assert "VLLM_PORT" not in found[1]
+    monkeypatch.setenv("VLLM_PORT", "5000")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    found = [engine_environment(cfg, number) for number in (0, 1)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,1", "2,3"]
+    assert [each["VLLM_PORT"] for each in found] == ["5000", "5100"]
+    cfg.hardware.data_parallel_size = 1
+    assert "CUDA_VISIBLE_DEVICES" not in engine_environment(cfg)
+
+
+def test_engines_side_by_side_on_a_cpu_have_cores_of_their_own(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 5, 6, 7})
+    cfg, _ = configured(tiny_target, tensor_parallel_size=2, data_parallel_size=3)
+    found = [engine_environment(cfg, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(3)]
+    assert found == ["2|5", "6|7", "2|5"]
+    cfg, _ = configured(tiny_target)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(cfg)
+
+
 def test_too_few_gpus_are_said(tiny_target: Path) -> None:
     cfg, _ = configured(tiny_target, accelerator="gpu", tensor_parallel_size=4096)
     with pytest.raises(RequestError, match=r"tensor_parallel_size: 4096, but this machine has \d+ GPUs; try another"):
         check_devices(cfg)
+
+
+@pytest.mark.parametrize(("gpus", "hint"), [(5, "hardware.data_parallel_size=2"), (1, "another hardware=")])
+def test_too_few_gpus_for_several_copies_are_said(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, hint: str
+) -> None:
+    cfg, _ = configured(tiny_target, accelerator="gpu", tensor_parallel_size=2, data_parallel_size=3)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    words = (
+        r"hardware.data_parallel_size: 3 copies of the target on 2 GPUs each need 6, but this machine has "
+        rf"{gpus} GPUs; try {hint}, or look"
+    )
+    with pytest.raises(RequestError, match=words):
+        check_devices(cfg, 3)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
+    check_devices(cfg, 3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")

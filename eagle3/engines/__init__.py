@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3.errors import RequestError
 
@@ -92,14 +92,22 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(cfg: Config, target: Target, log_file: Path | None = None) -> Engine:
+def open_engine(cfg: Config, target: Target, log_file: Path | None = None) -> AbstractContextManager[Engine]:
     """The target in the engine that `hardware.engine` names: loaded now, or one that `keep_engine` has kept.
 
     An engine with processes of its own writes their output to `log_file`. RequestError for a wrong setting, EngineError
     when it does not come up.
     """
     if _keeper is not None:
-        return _keeper.open(cfg, target, log_file)
+        return nullcontext(_keeper.open(cfg, target, log_file))
+    return _load(cfg, target, log_file)
+
+
+def _load(cfg: Config, target: Target, log_file: Path | None) -> Engine:
+    if cfg.hardware.engine == "vllm" and cfg.hardware.data_parallel_size > 1:
+        from eagle3.engines.vllm_group import VllmEngines
+
+        return VllmEngines(cfg, target, log_file=log_file)
     if cfg.hardware.engine == "vllm":
         from eagle3.engines.vllm import VllmEngine
 
@@ -138,15 +146,10 @@ class _Keeper:
         return self.engine is not None and self.settings == self._settings(cfg, target)
 
     def open(self, cfg: Config, target: Target, log_file: Path | None) -> Engine:
-        global _keeper
-        if not self.holds(cfg, target):
+        if self.engine is None or not self.holds(cfg, target):
             self.release()
-            _keeper = None
-            try:
-                self.engine, self.settings = open_engine(cfg, target, log_file), self._settings(cfg, target)
-            finally:
-                _keeper = self
-        return cast(Engine, _Kept(self.engine))
+            self.engine, self.settings = _load(cfg, target, log_file), self._settings(cfg, target)
+        return self.engine
 
     def release(self) -> None:
         if self.engine is not None:
@@ -157,25 +160,6 @@ class _Keeper:
     def _settings(cfg: Config, target: Target) -> str:
         lengths = (cfg.dataset.max_length, cfg.dataset.max_new_tokens)
         return repr((target.folder, cfg.model, cfg.hardware, lengths, cfg.seed))
-
-
-class _Kept:
-    """An engine that its user cannot close."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def __enter__(self) -> _Kept:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 _keeper: _Keeper | None = None

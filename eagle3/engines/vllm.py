@@ -13,7 +13,7 @@ import itertools
 import logging
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,12 @@ class VllmEngine:
         folder: Path | None = None,
         load_format: str = "auto",
         log_file: Path | None = None,
+        number: int = 0,
+        started: Callable[[EngineProcess], None] = lambda process: None,
     ) -> None:
         """Loads the checkpoint (`folder` instead of the target's own, for a rehearsal) and checks its backends.
 
+        `number` is its place among engines side by side (vllm_group). `started` hears of its process before the load.
         Raises RequestError for a wrong setting, EngineError when the engine dies or ends up with other backends than
         expected and `hardware.on_backend_mismatch` is stop.
         """
@@ -73,19 +76,22 @@ class VllmEngine:
         self.last_capture: dict[str, Any] = {}
         arguments = engine_arguments(cfg, target, folder or target.folder, load_format)
         log_file = log_file or Path(tempfile.gettempdir()) / f"eagle3-engine-{time.time_ns()}.log"
-        started = time.monotonic()
-        self._process = EngineProcess(arguments, engine_environment(cfg), log_file)
+        begun = time.monotonic()
+        self._process = EngineProcess(arguments, engine_environment(cfg, number), log_file)
         try:
+            started(self._process)
             shards = None if arguments["load_format"] == DUMMY else target.weights
-            watch = LoadWatch(shards, self._expected if cfg.hardware.on_backend_mismatch == "stop" else {})
+            expected = self._expected if cfg.hardware.on_backend_mismatch == "stop" else {}
+            level = logging.DEBUG if number else logging.INFO
+            watch = LoadWatch(shards, expected, level=level)
             self.version = self._process.wait_ready(watch.feed)
             self.ranks = self._process.call("eagle3_describe", self._adapter)
-            self.load_seconds = time.monotonic() - started
+            self.load_seconds = time.monotonic() - begun
             self._check_loaded(folder is None)
         except BaseException:
             self._process.close(gently=False)
             raise
-        log.info("vllm %s: %s loaded in %.1fs", self.version, self.ranks[0]["model_class"], self.load_seconds)
+        log.log(level, "vllm %s: %s loaded in %.1fs", self.version, self.ranks[0]["model_class"], self.load_seconds)
 
     def __enter__(self) -> VllmEngine:
         return self
@@ -169,6 +175,13 @@ class VllmEngine:
 
         RequestError for prompts that leave no room for their new tokens.
         """
+        self.check_room(prompts)
+        yield from self.generate_from(
+            iter(prompts), 2 * self.hardware.generate_slots, temperature=temperature, seed=seed, stop_ids=stop_ids
+        )
+
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        """RequestError for prompts that leave no room for their new tokens."""
         room = self.ranks[0]["max_model_len"]
         for prompt in prompts:
             if len(prompt.input_ids) + prompt.max_new_tokens > room:
@@ -176,19 +189,27 @@ class VllmEngine:
                     f"prompt {prompt.key}: {len(prompt.input_ids)} tokens and {prompt.max_new_tokens} new ones, the "
                     f"engine takes {room}; set hardware.engine_options.max_model_len or shorten dataset.max_new_tokens"
                 )
-        yield from (Generation(prompt.key, [], "length") for prompt in prompts if prompt.max_new_tokens <= 0)
-        waiting = iter([prompt for prompt in prompts if prompt.max_new_tokens > 0])
+
+    def generate_from(
+        self, waiting: Iterator[Prompt], most: int, *, temperature: float, seed: int, stop_ids: Sequence[int]
+    ) -> Iterator[Generation]:
+        """As `generate`, for prompts that have room and that others may take from as well: at most `most` at a time."""
         running: dict[str, Prompt] = {}
         while True:
-            fresh = list(itertools.islice(waiting, max(2 * self.hardware.generate_slots - len(running), 0)))
-            if fresh:
-                requests = []
-                for prompt in fresh:
-                    request_id = f"generate-{next(self._process.numbers)}"
-                    running[request_id] = prompt
-                    requests.append((request_id, [int(i) for i in prompt.input_ids], {}))
-                    requests[-1][2].update(sampling_parameters(prompt, temperature, seed, stop_ids))
+            fresh = list(itertools.islice(waiting, most - len(running)))
+            requests: list[tuple[str, list[int], dict[str, Any]]] = []
+            for prompt in fresh:
+                if prompt.max_new_tokens <= 0:
+                    yield Generation(prompt.key, [], "length")
+                    continue
+                request_id = f"generate-{next(self._process.numbers)}"
+                running[request_id] = prompt
+                sampling = sampling_parameters(prompt, temperature, seed, stop_ids)
+                requests.append((request_id, [int(i) for i in prompt.input_ids], sampling))
+            if requests:
                 self._process.submit(requests)
+            elif fresh:
+                continue
             if not running:
                 return
             for request_id, token_ids, reason in self._process.finished(1.0):

@@ -100,7 +100,7 @@ def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = 
     def share(name: str) -> float:
         return round(sum(rank[f"{name}_s"] for rank in ranks) / len(ranks) / seconds, 4)
 
-    speed = ranks[0]["rows_written"] / seconds
+    speed = report["tokens"] / seconds
     size = sum(rank["bytes"] for rank in ranks)
     found = {
         "tokens_per_s": round(speed, 1),
@@ -119,8 +119,8 @@ def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = 
 
 
 class CaptureDriver:
-    """One capture of fixed layers. `report` tells afterwards what each rank spent on what: `seconds` in all, of which
-    `tail_seconds` after the engine's last batch; `arm_seconds` before, for hooks and pinned memory.
+    """One capture of fixed layers. `report` tells afterwards what each rank spent on what, of `tokens` in `seconds`, of
+    which `tail_seconds` after the engine's last batch; `arm_seconds` before, for hooks and pinned memory.
     """
 
     def __init__(
@@ -190,6 +190,7 @@ class CaptureDriver:
                 ranks = self.process.call("eagle3_disarm", waiting=self._clock.check)
                 ended = time.monotonic()
                 self.report = {
+                    "tokens": ranks[0]["rows_written"],
                     "seconds": ended - started,
                     "arm_seconds": self._arm_seconds,
                     "tail_seconds": ended - drained,

@@ -28,11 +28,18 @@ class LoadWatch:
     """Reads the engine's log as it grows (`feed`); says how the load goes, and raises when it goes wrong."""
 
     def __init__(
-        self, weights: Weights | None, expected: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        weights: Weights | None,
+        expected: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        level: int = logging.INFO,
     ) -> None:
-        """`expected` are the backends to insist on; `weights` gives the bytes of the shards, None for dummy weights."""
+        """`expected` are the backends to insist on; `weights` gives the bytes of the shards, None for dummy weights.
+
+        `level` is how loudly it speaks: of engines that load alike one is enough.
+        """
         self._bytes = sum(path.stat().st_size for path in set(weights.files.values())) if weights is not None else 0
-        self._expected, self._clock = expected, clock
+        self._expected, self._clock, self._level = expected, clock, level
         self._tail = ""
         self._first: tuple[float, int] | None = None
         self._said = clock()
@@ -46,7 +53,7 @@ class LoadWatch:
         for name, value in log_backends(whole).items():
             if self._backends.get(name) != value:
                 self._backends[name] = value
-                log.info("vllm: %s is %s", name, value)
+                log.log(self._level, "vllm: %s is %s", name, value)
         if problems := mismatches(self._expected, self._backends, partial=True):
             raise EngineError(
                 f"hardware.expected_backends: {'; '.join(problems)}, seen in the log while the model loads; stopped "
@@ -68,4 +75,5 @@ class LoadWatch:
             return
         per_s = (done - at_start) / max(now - started, 1e-9)
         rate = f", {per_s * self._bytes / total / 1e9:.2f} GB/s" if self._bytes else ""
-        log.info("vllm: loading, shard %d of %d%s, %s left", done, total, rate, duration((total - done) / per_s))
+        left = duration((total - done) / per_s)
+        log.log(self._level, "vllm: loading, shard %d of %d%s, %s left", done, total, rate, left)

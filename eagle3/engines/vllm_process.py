@@ -128,6 +128,10 @@ class EngineProcess:
         self._process.wait()
         self._connection.close()
 
+    def kill(self) -> None:
+        """Ends all processes at once, also while another thread talks to them: it hears of it. `close` later."""
+        kill_group(self._process.pid, self._held)
+
     def failure(self, what: str, details: str = "") -> EngineError:
         """An error of one screen with the engine's own words: the first exception in its log, and the last lines."""
         text = self.log_text()

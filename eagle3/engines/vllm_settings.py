@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.engines import compute_dtype
 from eagle3.errors import RequestError
+from eagle3.gpu_slots import VARIABLE, visible_gpus
 
 if TYPE_CHECKING:
     from eagle3.checkpoint import Target
@@ -26,9 +27,17 @@ FORCED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
 }
+# Arguments that another field of the config gives.
+OWNED = {
+    "model": "model.path",
+    "tensor_parallel_size": "hardware.tensor_parallel_size",
+    "data_parallel_size": "hardware.data_parallel_size",
+}
 STEP_TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 # Random weights instead of the checkpoint's, for rehearsals.
 DUMMY = "dummy"
+# Apart for each engine, where VLLM_PORT says from which one on.
+PORTS = 100
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -47,7 +56,7 @@ def engine_arguments(
     GPUs do not divide, a setting that another field of the config owns.
     """
     hardware, options = cfg.hardware, dict(cfg.hardware.engine_options)
-    for name, owner in (("model", "model.path"), ("tensor_parallel_size", "hardware.tensor_parallel_size")):
+    for name, owner in OWNED.items():
         if name in options:
             raise RequestError(f"hardware.engine_options.{name}: found {options[name]!r}, set {owner} instead")
     for name, value in forced.items():
@@ -97,16 +106,26 @@ def engine_arguments(
     return arguments
 
 
-def engine_environment(cfg: Config) -> dict[str, str]:
-    """Environment variables of the engine's processes, over those of this one."""
-    found = dict(ENVIRONMENT)
-    if cfg.hardware.accelerator == "cpu":
+def engine_environment(cfg: Config, number: int = 0) -> dict[str, str]:
+    """Environment variables of the processes of engine `number`, over those of this one.
+
+    Of several engines side by side each gets GPUs or cores of its own, and ports where those are given.
+    """
+    found, hardware = dict(ENVIRONMENT), cfg.hardware
+    ranks = hardware.tensor_parallel_size
+    mine = range(number * ranks, (number + 1) * ranks)
+    if hardware.accelerator == "cpu":
         found["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        if cfg.hardware.threads is not None:
-            found["OMP_NUM_THREADS"] = str(cfg.hardware.threads)
-        if cfg.hardware.tensor_parallel_size > 1:
-            # One core a rank: vLLM's automatic binding refuses machines with few cores.
-            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(cfg.hardware.tensor_parallel_size)))
+        if hardware.threads is not None:
+            found["OMP_NUM_THREADS"] = str(hardware.threads)
+        if ranks * hardware.data_parallel_size > 1:
+            # One core a rank: vLLM's automatic binding refuses machines with few cores, and gives all engines the same.
+            cores = sorted(os.sched_getaffinity(0))
+            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[place % len(cores)]) for place in mine)
+    elif hardware.data_parallel_size > 1:
+        found[VARIABLE] = ",".join(visible_gpus()[mine.start : mine.stop] if VARIABLE in os.environ else map(str, mine))
+    if (port := os.environ.get("VLLM_PORT", "")).isdigit():
+        found["VLLM_PORT"] = str(int(port) + PORTS * number)
     # vLLM takes a worker for dead after five minutes, also one that waits for a slow disk; `stalls` looks closer.
     found[STEP_TIMEOUT] = os.environ.get(STEP_TIMEOUT, "900")
     return found
@@ -135,16 +154,23 @@ def installed_version(asked_by: str = "hardware.engine") -> str:
     )
 
 
-def check_devices(cfg: Config) -> None:
-    """RequestError when the machine has fewer GPUs than one copy of the target needs."""
+def check_devices(cfg: Config, copies: int = 1) -> None:
+    """RequestError when the machine has fewer GPUs than so many copies of the target need."""
     import torch
 
-    wanted = cfg.hardware.tensor_parallel_size
-    if cfg.hardware.accelerator == "gpu" and torch.cuda.device_count() < wanted:
-        raise RequestError(
-            f"hardware.tensor_parallel_size: {wanted}, but this machine has {torch.cuda.device_count()} GPUs; "
-            "try another hardware=, or look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
+    if cfg.hardware.accelerator != "gpu":
+        return
+    each, found = cfg.hardware.tensor_parallel_size, torch.cuda.device_count()
+    if each * copies <= found:
+        return
+    wanted, hint = f"tensor_parallel_size: {each}", "another hardware="
+    if copies > 1:
+        wanted = f"data_parallel_size: {copies} copies of the target on {each} GPUs each need {each * copies}"
+        hint = f"hardware.data_parallel_size={found // each}" if found >= each else hint
+    raise RequestError(
+        f"hardware.{wanted}, but this machine has {found} GPUs; try {hint}, or look at nvidia-smi and "
+        "CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _check_division(target: Target, ranks: int) -> None:

@@ -149,9 +149,10 @@ def describe(cfg: Config, target: Target, capture: Capture, missing: dict[int, l
     """What an extraction will do, in one line."""
     tokens, speed = capture.tokens(missing), expected_tokens_per_s(cfg.hardware, target)
     time = f", about {duration(tokens / speed)}" if speed else ""
+    engines = f", {cfg.hardware.data_parallel_size} engines side by side" if cfg.hardware.data_parallel_size > 1 else ""
     return (
         f"{len(missing)} of {len(capture.plans)} shards, {tokens:,} tokens, layers {list(capture.layer_ids)} "
-        f"({target.shape.num_layers} = final, pre-norm), {capture.size_bytes(missing) / 1e6:,.1f} MB{time}"
+        f"({target.shape.num_layers} = final, pre-norm), {capture.size_bytes(missing) / 1e6:,.1f} MB{time}{engines}"
     )
 
 
@@ -170,13 +171,17 @@ def _capture(
             bytes_per_state, opened = foretold.get("bytes_per_state"), run.seconds
             count = capture.run(engine, prepared.samples, missing, max_failed, advance, bytes_per_state)
         if report := getattr(engine, "last_capture", None):
-            _say_throughput(run, report, foretold, opened + count.first_seconds)
+            _say_throughput(run, report, foretold, opened + count.first_seconds, cfg.hardware.data_parallel_size)
         return count
 
 
-def _say_throughput(run: Run, report: dict[str, Any], forecast: dict[str, Any], first_states_s: float) -> None:
-    """Where the engine's time and memory went, beside what the rehearsal foretold; when the first states were there."""
-    found = throughput(report, forecast.get("forecast_tokens_per_s"))
+def _say_throughput(
+    run: Run, report: dict[str, Any], forecast: dict[str, Any], first_states_s: float, engines: int
+) -> None:
+    """Where the engines' time and memory went, beside what the rehearsal foretold of each; when the first states were
+    there.
+    """
+    found = throughput(report, engines * forecast.get("forecast_tokens_per_s", 0))
     memory = memory_bytes(report, forecast.get("key_value_bytes_per_gpu", 0))
     run.record({"extract": {**found, "first_states_s": round(first_states_s, 1), "memory_bytes": memory}})
     shares = ", ".join(f"{name} {found[f'{name}_share']:.0%}" for name in ("model", "copy", "wait", "write"))

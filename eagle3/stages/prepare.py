@@ -240,6 +240,7 @@ class _Preparation:
             stop_ids=self.stop_ids,
             batch=self.cfg.hardware.generate_slots * BATCH_PER_SLOT,
             skip_long=self.data.on_long == "skip",
+            engines=self.cfg.hardware.data_parallel_size,
         )
         journal = Journal(self.folder / JOURNAL)
         if len(journal):

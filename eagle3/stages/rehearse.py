@@ -10,6 +10,7 @@ import dataclasses
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,18 +50,28 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     return perform(cfg, run, target, lengths)
 
 
-def open_rehearsed(cfg: Config, run: Run, target: Target, lengths: Sequence[int] | None = None) -> Engine:
+def open_rehearsed(
+    cfg: Config, run: Run, target: Target, lengths: Sequence[int] | None = None
+) -> AbstractContextManager[Engine]:
     """The target's engine; what vllm loads is rehearsed first. `lengths` are those of the samples to capture."""
+    if cfg.hardware.engine != "vllm" and cfg.hardware.data_parallel_size > 1:
+        raise RequestError(
+            f"hardware.data_parallel_size: found {cfg.hardware.data_parallel_size}, but the {cfg.hardware.engine} "
+            "engine is one process; leave it at 1, or set hardware.engine=vllm"
+        )
     if cfg.hardware.engine == "vllm" and cfg.rehearse.before_load and not engine_is_open(cfg, target):
         numbers = forecast(cfg, run, target) or perform(cfg, run, target, lengths)
         if lengths:
-            speed, tokens = numbers["forecast_tokens_per_s"], sum(lengths)
+            speed, tokens = cfg.hardware.data_parallel_size * numbers["forecast_tokens_per_s"], sum(lengths)
             run.log.info("rehearse: passed; about %s for %s tokens", duration(tokens / speed), f"{tokens:,}")
     return open_engine(cfg, target, run.folder / "engine.log")
 
 
 def forecast(cfg: Config, run: Run, target: Target) -> dict[str, Any]:
-    """The numbers of a rehearsal of these settings that has passed on this machine; empty when there is none."""
+    """The numbers of a rehearsal of these settings that has passed on this machine; empty when there is none.
+
+    Speeds are those of one engine, however many are to run side by side.
+    """
     if cfg.hardware.engine != "vllm":
         return {}
     artifact = _artifact(cfg, run, target, _layer_ids(cfg, target))
