@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -64,6 +65,7 @@ class Holdings:
                 self._last_use[name] = max(self._used(record), self._last_use.get(name, 0.0))
             if record.status in HOLDING or self._is_young(self._used(record)):
                 self._hold(names)
+        self._useful = {maker for name, maker in self._makers.items() if name in self._held}
 
     def unheld(self, folder: Path) -> tuple[float, str] | None:
         """When an artifact's folder was last used, and why it can go; None when it has to stay."""
@@ -87,9 +89,8 @@ class Holdings:
     def useless(self, folder: Path) -> tuple[float, str] | None:
         """When a run was last at work, and why its folder can go; None when it has to stay."""
         record = self._runs.get(folder) or Record(folder)
-        makes = any(maker == folder for name, maker in self._makers.items() if name in self._held)
         used = self._used(record)
-        if makes or record.status in HOLDING or self._is_young(used):
+        if folder in self._useful or record.status in HOLDING or self._is_young(used):
             return None
         return used, f"{_words(record)}, nothing that is kept came from it"
 
@@ -138,25 +139,43 @@ def survey(root: Path, younger_s: float) -> Survey:
     return Survey(garbage, len(kept), sum(map(folder_bytes, kept)))
 
 
-def delete(artifacts: Artifacts, garbage: Garbage, younger_s: float) -> None:
-    """Deletes one folder that a survey found. RequestError when a process has come to hold it meanwhile.
+def delete(
+    artifacts: Artifacts, garbage: Sequence[Garbage], younger_s: float
+) -> Iterator[tuple[Garbage, RequestError | OSError | None]]:
+    """Deletes folders that a survey found; yields each with what kept it: a RequestError where it has come to be held.
 
-    An artifact loses its name first, so that a deletion which is cut short leaves nothing that looks complete.
+    Artifacts lose their names first, all at one look at who holds what now: deleting takes long, and one that is cut
+    short leaves nothing that looks complete.
     """
-    folder, root = garbage.folder, artifacts.root.resolve().parent
-    if folder.parent.parent == root / "artifacts":
-        with artifacts.lock(_artifact(folder)):
-            if Holdings(root, younger_s).unheld(folder) is None:
-                raise RequestError(f"{garbage.name}: is used again, so it stays")
-            going = folder.with_name(_artifact(folder).id + DELETED)
-            folder.rename(going)
-            shutil.rmtree(going)
-        return
-    if Holdings(root, younger_s).useless(folder) is None:
-        raise RequestError(f"{garbage.name}: is used again, so it stays")
-    shutil.rmtree(folder)
-    if not any(folder.parent.iterdir()):
-        folder.parent.rmdir()
+    holdings = Holdings(artifacts.root.parent.resolve(), younger_s)
+    going: list[tuple[Garbage, Path]] = []
+    for each in garbage:
+        try:
+            going.append((each, _set_aside(artifacts, holdings, each)))
+        except (RequestError, OSError) as error:
+            yield each, error
+    for each, folder in going:
+        try:
+            shutil.rmtree(folder)
+            if folder.is_relative_to(holdings.root / "runs") and not any(folder.parent.iterdir()):
+                folder.parent.rmdir()
+        except OSError as error:
+            yield each, error
+        else:
+            yield each, None
+
+
+def _set_aside(artifacts: Artifacts, holdings: Holdings, garbage: Garbage) -> Path:
+    """Takes an artifact's name, so that nobody can come to use it; returns the folder to delete."""
+    folder = garbage.folder
+    if folder.is_relative_to(holdings.root / "runs"):
+        if holdings.useless(folder) is None:
+            raise RequestError(f"{garbage.name}: is used again, so it stays")
+        return folder
+    with artifacts.lock(_artifact(folder)):
+        if holdings.unheld(folder) is None:
+            raise RequestError(f"{garbage.name}: is used again, so it stays")
+        return folder.rename(folder.with_name(_artifact(folder).id + DELETED))
 
 
 def folders(root: Path) -> list[Path]:

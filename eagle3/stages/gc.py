@@ -36,13 +36,11 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         run.log.info("gc: %s can go; gc.delete=true deletes them", _amount(len(found.garbage), size))
         return metrics
     failures: list[str] = []
-    for each in found.garbage:
-        try:
-            delete(run.artifacts, each, younger_s)
-        except RequestError as error:
-            run.log.info("gc: %s", error)
-        except OSError as error:
-            failures.append(f"{error.filename or each.folder}: {error.strerror or error}")
+    for each, problem in delete(run.artifacts, found.garbage, younger_s):
+        if isinstance(problem, RequestError):
+            run.log.info("gc: %s", problem)
+        elif problem is not None:
+            failures.append(f"{problem.filename or each.folder}: {problem.strerror or problem}")
         else:
             metrics["deleted"] += 1
             metrics["freed_bytes"] += each.size_bytes
