@@ -181,7 +181,7 @@ class Checkpoints(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves where no validation follows that the checkpoint should know about."""
-        self.tokens += batch.tokens
+        self.tokens += batch.tokens * trainer.world_size  # all ranks have like loads
         step = trainer.global_step
         last = batch_idx + 1 == trainer.num_training_batches
         if (batch_idx + 1) % self.accumulate and not last:

@@ -250,7 +250,7 @@ def assert_two_ranks_equal_one(
     alone = copied(inputs, folder / "alone")
     union = ("trainer.datamodule._target_=tests.test_train.WholeSteps", "trainer.accumulate=2")
     cfg = train_config(alone, target, *overrides, *union)
-    _, one, run_alone = trained(cfg)
+    metrics, one, run_alone = trained(cfg)
 
     pair = copied(inputs, folder / "pair")
     command = eagle3(*train_words(pair, target, *overrides, "trainer.accumulate=2", *two), "stage=train", cwd=pair)
@@ -261,6 +261,9 @@ def assert_two_ranks_equal_one(
     (other,) = [path for path in (pair / "outputs/artifacts/drafter").iterdir() if path.is_dir()]
     for name, tensor in load_file(other / WEIGHTS).items():
         torch.testing.assert_close(tensor, load_file(one.folder / WEIGHTS)[name], rtol=1e-4, atol=atol)
+    assert json.loads((other / "manifest.json").read_text())["metrics"]["tokens"] == pytest.approx(
+        metrics["tokens"], rel=0.1
+    )  # each rank counts its own, of like loads
     lines = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (run_alone.folder, runs[0])
