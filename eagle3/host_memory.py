@@ -53,7 +53,7 @@ class HostNeed:
     """Bytes that a capture takes on the host."""
 
     buffers: int
-    """The pinned rings of all ranks."""
+    """The pinned rings of all ranks of all engines."""
     states: int
     """The states, where `folder` is in memory."""
     folder: Path
@@ -88,7 +88,7 @@ def capture_need(cfg: Config, target: Target, layers: int, states_bytes: int, fo
     if cfg.hardware.engine == "vllm":
         tokens = engine_arguments(cfg, target, target.folder, "auto")["max_num_batched_tokens"]
         layout = Layout(target.shape.hidden_size, cfg.store.dtype, target.shape.num_layers)
-        buffers = ring_bytes(layers, tokens, layout.row_bytes)
+        buffers = cfg.hardware.data_parallel_size * ring_bytes(layers, tokens, layout.row_bytes)
     return HostNeed(buffers, states_bytes if in_memory(folder) else 0, folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ STAGES = {
 
         def run(cfg, run):
             (run.folder / "waiting").touch()
-            time.sleep(60)
+            time.sleep(600)
         """,
     "polite": """
         import sys, time
@@ -39,7 +40,7 @@ STAGES = {
             # What Lightning's Trainer makes of a signal.
             try:
                 (run.folder / "waiting").touch()
-                time.sleep(60)
+                time.sleep(600)
             except KeyboardInterrupt:
                 sys.exit(1)
         """,
@@ -110,9 +111,37 @@ def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subp
 
 
 def eagle3(
-    *arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 120
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 250
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m eagle3 ARGUMENTS` in `cwd` to its end."""
     process = start(*arguments, cwd=cwd, env=env)
     out, err = process.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+KILLED = """
+import importlib, os, signal, sys
+module, name, method, calls = sys.argv.pop(1).split(":")
+owner, left = getattr(importlib.import_module(module), name), int(calls)
+whole = getattr(owner, method)
+
+def killed(*given):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*given)
+
+setattr(owner, method, killed)
+from eagle3.cli import main
+main()
+"""
+
+
+def killed(*arguments: str, at: str, cwd: Path) -> None:
+    """Runs eagle3 ARGUMENTS until SIGKILL: `at` is "module:class:method:n", its n-th call. Who waits from outside for a
+    moment in the middle may be too late on a busy machine.
+    """
+    command = [sys.executable, "-c", KILLED, at, *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr

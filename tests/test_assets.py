@@ -134,9 +134,9 @@ def test_two_processes_fetch_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(120)
         assert process.exitcode == 0
-    assert results.get(timeout=5) == "unpacked"
+    assert results.get(timeout=60) == "unpacked"
     assert results.empty()
     assert (tmp_path / "tiny.jsonl").read_bytes() == DATA * 1000
 

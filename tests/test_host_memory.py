@@ -117,8 +117,8 @@ def test_only_vllm_has_buffers_and_only_states_in_memory_count(tiny_target: Path
     cfg.hardware.engine_options = {"max_num_batched_tokens": 100}
     target = open_target(cfg)
     assert capture_need(cfg, target, 4, GB, Path("/disk")).total == 0
-    cfg.hardware.engine = "vllm"
-    assert capture_need(cfg, target, 4, GB, Path("/disk")).buffers == RING_SLOTS * 4 * 100 * 48 * 2
+    cfg.hardware.engine, cfg.hardware.data_parallel_size = "vllm", 3
+    assert capture_need(cfg, target, 4, GB, Path("/disk")).buffers == 3 * RING_SLOTS * 4 * 100 * 48 * 2
 
 
 def test_the_check_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def fetched(name: str, home: Path, hub: ThreadingHTTPServer | None, **variables:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "*", **variables}
     command = [sys.executable, "-c", FETCH, name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=True)
     return done.stderr + done.stdout
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.runs import Run
 from eagle3.stages.prepare import prepared
 from eagle3.tokens import Prepared, sample_id
-from tests.commands import start
+from tests.commands import killed
 from tests.conftest import CHAT_TEMPLATE, write_tokenizer
 from tests.families import CHATML, CHATML_THINKING
 from tests.stages import configure, run_stage
@@ -375,22 +373,14 @@ def test_a_killed_run_ends_with_the_same_bits(make: Configure, tmp_path: Path) -
         *("dataset.max_length=256", "dataset.max_new_tokens=10", "dataset.temperature=1.0"),
         *("dataset.validation_samples=3", "drafter.draft_vocab_size=300", "hardware.generate_slots=2"),
     ]
-    killed = tmp_path / "killed"
-    process = start(*overrides, f"output_dir={killed}", cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    journal: list[Path] = []
-    while not (journal and journal[0].read_bytes().count(b"\n") >= 1):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-        journal = list(killed.glob("artifacts/prepared/*.partial/answers.jsonl"))
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    lines = journal[0].read_bytes()
-    journal[0].write_bytes(lines + b'{"batch": "torn')
+    output = tmp_path / "killed"
+    killed(*overrides, f"output_dir={output}", at="eagle3.answers:Journal:append:2", cwd=tmp_path)
+    (journal,) = output.glob("artifacts/prepared/*.partial/answers.jsonl")
+    lines = journal.read_bytes()
+    journal.write_bytes(lines + b'{"batch": "torn')
 
     _, whole = run_stage("prepare", cfg)
-    cfg.output_dir = str(killed)
+    cfg.output_dir = str(output)
     metrics, resumed = run_stage("prepare", cfg)
     one, other = opened(whole), opened(resumed)
     assert one.manifest["report"]["totals"]["answer_tokens"] > metrics["answer_tokens"] > 0

@@ -136,7 +136,7 @@ def test_processes_started_together_get_folders_of_their_own(tmp_path: Path) -> 
         process.stdin.write("\n")
         process.stdin.flush()
     for process in both:
-        folders += process.communicate(timeout=60)[0].split()
+        folders += process.communicate(timeout=250)[0].split()
     assert len(set(folders)) == 10
 
 

@@ -112,7 +112,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_kills_nobody(folder: Path, samp
     """S6: at whatever moment the rows go, reading them gives them or an error. Under a memory map it is SIGBUS."""
     path = folder / "shard-00000" / "layer-001.safetensors"
     command = [sys.executable, "-c", READ_WHILE_CUT, str(folder), samples[1].id, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
     whole, cut = map(int, done.stdout.split())
     assert whole > 0
@@ -139,7 +139,7 @@ def cut_and_mend():
 store.read(sample, [1])
 thread = threading.Thread(target=cut_and_mend)
 thread.start()
-until = time.monotonic() + 30
+until = time.monotonic() + 100
 while time.monotonic() < until and min(found) < 20:
     try:
         store.read(sample, [1])

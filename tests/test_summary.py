@@ -95,7 +95,7 @@ def test_the_table_shows_only_headlines_that_somebody_has() -> None:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

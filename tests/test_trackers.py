@@ -105,15 +105,15 @@ def test_w6_a_tracker_that_raises_costs_one_warning_of_its_kind(broken: str, cap
 def test_w6_a_tracker_that_hangs_delays_no_training_and_its_end_not_for_long(
     broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    started = time.monotonic()
-    tracker = SafeLogger("mine", lambda: Tracker(broken, hang_s=5.0), close_timeout_s=0.3)
+    started, hang_s = time.monotonic(), 100.0
+    tracker = SafeLogger("mine", lambda: Tracker(broken, hang_s=hang_s), close_timeout_s=1.0)
     tracker.log_hyperparams(CONFIG)
     for step in range(1000):
         tracker.log_metrics({"loss": 1.0}, step)
-    assert time.monotonic() - started < 0.25
+    assert time.monotonic() - started < hang_s / 4
     with caplog.at_level(logging.WARNING):
         tracker.close(0)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < hang_s / 2
     (record,) = caplog.records
     assert f"logger.loggers.mine: {broken} did not answer within" in record.getMessage()
     assert tracker.experiment is None
@@ -123,7 +123,7 @@ def test_w6_a_tracker_that_hangs_for_days_fills_no_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers, "MOST_WAITING", 10)
-    tracker = SafeLogger("mine", lambda: Tracker("init", hang_s=5.0), close_timeout_s=0.1)
+    tracker = SafeLogger("mine", lambda: Tracker("init", hang_s=100.0), close_timeout_s=0.1)
     with caplog.at_level(logging.WARNING):
         for step in range(100):
             tracker.log_metrics({"loss": 1.0}, step)
@@ -244,7 +244,7 @@ def test_a_resumed_training_finds_its_identity_and_a_fresh_one_gets_its_own(tmp_
 def test_a_tracker_has_one_thread_that_ends_with_it() -> None:
     tracker = SafeLogger("gone", lambda: Tracker())
     tracker.close(0)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(thread.name == "tracker-gone" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
