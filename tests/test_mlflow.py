@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,6 +36,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(mlflow_runs.SERVER, raising=False)
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's file without a run. Making its tables takes longer than all that follows; a test copies them."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    client(folder).search_experiments()
+    return folder / "mlflow.db"
+
+
 def client(outputs: Path) -> MlflowClient:
     return MlflowClient(f"sqlite:///{outputs}/mlflow.db")
 
@@ -56,8 +65,11 @@ def inputs(tiny_target: Path) -> Path:
     return make_inputs(tiny_target)
 
 
-def test_a_run_has_its_config_its_curves_and_its_lineage(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+def test_a_run_has_its_config_its_curves_and_its_lineage(
+    inputs: Path, tables: Path, tiny_target: Path, tmp_path: Path
+) -> None:
     folder = copied(inputs, tmp_path / "run")
+    shutil.copy(tables, folder / "outputs")
     _, drafter, run = trained(train_config(folder, tiny_target, "logger=mlflow"))
     (found,) = runs_in(folder / "outputs")
     assert found.info.run_name == run.folder.name
@@ -81,9 +93,10 @@ def test_a_run_has_its_config_its_curves_and_its_lineage(inputs: Path, tiny_targ
 
 
 def test_a_run_that_fails_shows_as_failed_and_continues_as_the_same_run(
-    inputs: Path, tiny_target: Path, tmp_path: Path
+    inputs: Path, tables: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
     folder = copied(inputs, tmp_path / "run")
+    shutil.copy(tables, folder / "outputs")
     marker = tmp_path / "failed"
     fails = f"+trainer.callbacks.stop={{_target_: tests.test_wandb.{FailOnce.__name__}, step: 7, marker: {marker}}}"
     with pytest.raises(RuntimeError, match="no more"):
@@ -130,7 +143,8 @@ def test_jobs_beside_each_other_share_one_file_and_their_sweeps_tag(tmp_path: Pa
     assert {run.info.status for run in found} == {"FINISHED"}
 
 
-def test_tags_of_the_config_join_ours(tmp_path: Path) -> None:
+def test_tags_of_the_config_join_ours(tables: Path, tmp_path: Path) -> None:
+    shutil.copy(tables, tmp_path)
     cfg = LoggerConfig(name="mlflow", project="mine", loggers={"mlflow": {**NODE, "tags": {"team": "speed"}}})
     (tracker,) = build_trackers(cfg, tmp_path, {"output_dir": str(tmp_path)}, Identity("d-1", "job"))
     tracker.close(0)
@@ -154,8 +168,9 @@ def test_a_server_is_used_when_there_is_one(tmp_path: Path, monkeypatch: pytest.
     assert mlflow_runs.store("offline", tmp_path) == local
 
 
-def test_weights_go_to_a_server(tmp_path: Path) -> None:
+def test_weights_go_to_a_server(tables: Path, tmp_path: Path) -> None:
     """A database of one's own stands for the server: what is told to a client is the same."""
+    shutil.copy(tables, tmp_path)
     for kind, name in (("drafter", "drafter.safetensors"), ("states", "shard")):
         (tmp_path / kind).mkdir()
         for file in (name, "manifest.json"):
