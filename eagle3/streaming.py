@@ -7,16 +7,20 @@ threads of this process, which waits for them when too many are behind: a slow d
 from __future__ import annotations
 
 import itertools
+import logging
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from eagle3.engines import EngineInfo
+from eagle3.engines.stalls import SAY_SECONDS
 from eagle3.errors import EngineError, StoreError
+from eagle3.progress import duration
 from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file, data_start, read_rows
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 CLOSERS, MOST_CLOSING = 4, 8
 FIRST_SAMPLES = 10
+
+log = logging.getLogger("eagle3")
 
 
 @runtime_checkable
@@ -60,9 +66,9 @@ def stream(
     """Captures the missing layers of each shard; `tally` hears of every sample. Raises what `Capture.run` does."""
     info = engine.info()
     made_by = {"name": info.name, "version": info.version, "dtype": info.dtype}
-    with ExitStack() as stack:
-        closers = stack.enter_context(ThreadPoolExecutor(CLOSERS, thread_name_prefix="eagle3-close"))
-        closing: deque[Future[None]] = deque()
+    # The threads end before what they have not closed is abandoned.
+    with ExitStack() as stack, ThreadPoolExecutor(CLOSERS, thread_name_prefix="eagle3-close") as closers:
+        closing: deque[tuple[Path, Future[None]]] = deque()
         for layer_ids, numbers in itertools.groupby(missing, key=lambda number: tuple(missing[number])):
             plans = [capture.plans[number] for number in numbers]
             work = _open_shards(capture, engine, samples, plans, layer_ids, stack)
@@ -76,11 +82,23 @@ def stream(
                             "the shard was made; is this the same target? delete that folder to make the shard again"
                         )
                     tally.note(sample, reason, new=settled is None)
-                closing.append(closers.submit(done.writer.close, done.members, made_by))
-                while closing and (closing[0].done() or len(closing) > MOST_CLOSING):
-                    closing.popleft().result()
-        for future in closing:
-            future.result()
+                future = closers.submit(done.writer.close, done.members, made_by)
+                closing.append((done.writer.folder, future))
+                while closing and (closing[0][1].done() or len(closing) > MOST_CLOSING):
+                    _wait_for_disk(*closing.popleft())
+        for folder, future in closing:
+            _wait_for_disk(folder, future)
+
+
+def _wait_for_disk(folder: Path, closing: Future[None]) -> None:
+    """Waits until a shard is complete on the disk; says each minute that it does."""
+    started = time.monotonic()
+    while not wait([closing], SAY_SECONDS).done:
+        waited = duration(time.monotonic() - started)
+        log.warning(
+            "extract: the disk has not taken what was written to %s in %s; does its mount answer?", folder, waited
+        )
+    closing.result()
 
 
 def _open_shards(

@@ -37,13 +37,15 @@ class Engine:
         class Output: finished = True; outputs = [Completion]
         Output.request_id = request_id
         return [Output]
+workers = []
 class LLM:
     def __init__(self, **arguments):
         self.llm_engine = Engine()
         {load}
     def collective_rpc(self, method, args=()):
         if method == "never":
-            multiprocessing.active_children()[0].kill()
+            for child in (*multiprocessing.active_children(), *workers):
+                child.kill()
             time.sleep(600)
         return [(method, *args)]
 """
@@ -71,7 +73,7 @@ def test_requests_and_calls_go_there_and_back(tmp_path: Path) -> None:
     assert process.call("method", 1, "x") == [("method", 1, "x")]
     ended: list[tuple[str, list[int], str]] = []
     while len(ended) < 2:
-        ended += process.finished(5.0)
+        ended += process.finished(60.0)
     assert ended == [("a", [1, 1], "length"), ("b", [1], "length")]
     process.close()
 
@@ -82,7 +84,7 @@ def test_requests_and_calls_go_there_and_back(tmp_path: Path) -> None:
         ("print('no GPU left', flush=True); os._exit(3)", ["exited with 3", "no GPU left"]),
         ("os.kill(os.getpid(), 11)", ["ended by signal SIGSEGV"]),
         ("raise ValueError('head size 12 is not supported')", ["ValueError: head size 12 is not supported"]),
-        ("raise RuntimeError()", ["RuntimeError: no message", "first exception in the engine's log: RuntimeError"]),
+        ("raise RuntimeError()", ["RuntimeError: no message", "first failure in the engine's log: RuntimeError"]),
     ],
 )
 def test_a_load_that_dies_is_reported_within_seconds(tmp_path: Path, load: str, words: list[str]) -> None:
@@ -92,7 +94,7 @@ def test_a_load_that_dies_is_reported_within_seconds(tmp_path: Path, load: str, 
     with pytest.raises(EngineError) as caught:
         process.wait_ready(ignore)
     process.close(gently=False)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     message = str(caught.value)
     assert all(word in message for word in words)
     assert "last lines of" in message
@@ -103,8 +105,9 @@ def test_a_death_while_working_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path, "pass")
     process.wait_ready(ignore)
     process.submit([("a", [9], {"max_tokens": 1})])
-    with pytest.raises(EngineError, match="ended by signal SIGKILL"):
-        process.finished(20.0)
+    with pytest.raises(EngineError, match="ended by signal SIGKILL") as caught:
+        process.finished(60.0)
+    assert "memory runs out: see `dmesg`" in str(caught.value)
     assert process.broken
     process.close()
 
@@ -122,7 +125,7 @@ def test_shared_memory_of_an_engine_that_died_is_freed(tmp_path: Path) -> None:
     assert held.exists()
     process.submit([("a", [9], {"max_tokens": 1})])
     with pytest.raises(EngineError, match="ended by signal SIGKILL"):
-        process.finished(20.0)
+        process.finished(60.0)
     process.close()
     assert not held.exists()
 
@@ -132,19 +135,27 @@ def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:
     process.wait_ready(ignore)
     process.submit([("a", [666], {"max_tokens": 1})])
     with pytest.raises(EngineError, match=r"RuntimeError: no message[\s\S]*step"):
-        process.finished(5.0)
+        process.finished(60.0)
     process.close()
 
 
-def test_a_call_that_is_never_answered_since_the_engine_died_is_an_error(tmp_path: Path) -> None:
+CORE = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), name='Core').start()"
+# A title as vLLM gives its workers, which are the engine's children and may be any process's of ours.
+WORKER = "workers.append(subprocess.Popen(['VLLM::Worker_TP1', '600'], executable='/bin/sleep'))"
+
+
+@pytest.mark.parametrize(
+    ("load", "words"), [(CORE, "Core was ended by signal SIGKILL"), (WORKER, "VLLM::Worker_TP1 600 ended")]
+)
+def test_a_call_that_is_never_answered_since_a_process_died_is_an_error(tmp_path: Path, load: str, words: str) -> None:
     """E11: vLLM waits for ever for the answer of a process of its own that is gone."""
-    child = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), name='Core').start()"
-    process = start(tmp_path, child)
+    process = start(tmp_path, load)
     process.wait_ready(ignore)
     started = time.monotonic()
-    with pytest.raises(EngineError, match="processes of the engine ended: Core with -9"):
+    with pytest.raises(EngineError, match=f"vllm: of the engine's processes {words}") as caught:
         process.call("never")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
+    assert str(caught.value).endswith("the same command goes on from there")
     process.close()
 
 
@@ -155,7 +166,7 @@ def test_closing_ends_all_that_the_engine_started(tmp_path: Path) -> None:
     children = list(set(psutil.Process().children(recursive=True)) - others)
     assert any(child.name() == "sleep" for child in children)
     process.close()
-    gone, alive = psutil.wait_procs(children, timeout=5)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert gone
 
@@ -174,7 +185,7 @@ def test_the_engine_ends_when_we_are_gone(tmp_path: Path, load: str) -> None:
     held = shared_memory(host.pid)
     assert len(held) == 1
     process._connection.close()
-    host.wait(timeout=10)
+    host.wait(timeout=60)
     process._process.wait()
     assert not any(path.exists() for path in held)
 
@@ -187,7 +198,7 @@ def test_a_wrong_backend_stops_the_load_early(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"moe: expected MARLIN_WNA16, found TRITON_WNA16.*stopped early"):
         process.wait_ready(watch.feed)
     process.close(gently=False)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_shards_are_counted_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,4 +226,9 @@ Traceback (most recent call last):
 RuntimeError: Engine core initialization failed.
 """
     assert first_exception(log) == "KeyError: 'layers.1.mlp'"
+    killed = (
+        "(EngineCore pid=20) ERROR 11-30 10:30:16 [m.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9)"
+    )
+    assert first_exception(killed + "\n" + log) == "Worker proc VllmWorker-0 died unexpectedly (exit code: -9)"
+    assert first_exception(log + killed) == "KeyError: 'layers.1.mlp'"
     assert first_exception("all is well") is None

@@ -34,6 +34,20 @@ def group_memory(group: int) -> set[Path]:
     return {path for process in _members(group) for path in shared_memory(process)}
 
 
+def ending(code: int | None) -> str:
+    """How a process ended, by its exit code as Python gives it."""
+    if code is not None and code < 0:
+        return f"was ended by signal {signal.Signals(-code).name}"
+    return f"exited with {code}"
+
+
+def group_titles(group: int) -> Iterator[tuple[int, str]]:
+    """The processes of a group, each with its command line, which a process may have made its title."""
+    for process in _members(group):
+        with suppress(OSError):
+            yield process, Path(f"/proc/{process}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+
+
 def shared_memory(process: int) -> set[Path]:
     """The shared memory that a process has mapped, by name; empty where there is no /proc, or for one that is gone.
 

@@ -27,29 +27,35 @@ import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from eagle3.engines.process_group import kill_group
+from eagle3.engines.process_group import ending, group_titles, kill_group
 
 GRACE_SECONDS = 5.0
+# How vLLM entitles the processes of its workers.
+WORKER = "VLLM::Worker"
 
 
 def main() -> int:
     """Serves the socket whose descriptor the command line gives; returns the exit code."""
-    connection = Connection(int(sys.argv[1]))
+    connection, engine = Connection(int(sys.argv[1])), []
     threading.Thread(target=end_with_other_side, args=(connection.fileno(),), daemon=True).start()
     try:
         arguments = connection.recv()
         vllm: Any = importlib.import_module("vllm")
         llm = vllm.LLM(**arguments)
-        threading.Thread(target=report_death, args=(connection,), daemon=True).start()
+        engine = multiprocessing.active_children()
+        threading.Thread(target=report_death, args=(connection, engine), daemon=True).start()
         connection.send(("ready", vllm.__version__))
         serve(llm, connection)
     except EOFError:
         kill_group(os.getpgid(0))
     except BaseException as error:
         traceback.print_exc()  # into the engine's log
-        connection.send(("failed", f"{type(error).__name__}: {str(error) or 'no message'}"))
+        connection.send(
+            ("failed", "; ".join([f"{type(error).__name__}: {str(error) or 'no message'}", *ended(engine)]))
+        )
         return 1
     return 0
 
@@ -62,19 +68,28 @@ def end_with_other_side(descriptor: int) -> None:
     kill_group(os.getpgid(0))
 
 
-def report_death(connection: Connection) -> None:
+def report_death(connection: Connection, engine: list[BaseProcess]) -> None:
     """Waits until a process that vLLM started ends, and says so when vLLM does not: whoever waits for its answer to a
-    call would wait for ever.
+    call would wait for ever. Workers are the engine's children, whose end it may take half a minute to tell.
     """
-    engine = multiprocessing.active_children()
-    if not engine:
+    workers: dict[int, str] = {}
+    for process, title in group_titles(os.getpgid(0)):
+        if title.startswith(WORKER):
+            with suppress(OSError):  # gone already, or a kernel without such descriptors
+                workers[os.pidfd_open(process)] = title
+    if not engine and not workers:
         return
-    wait([process.sentinel for process in engine])
+    over = wait([*(process.sentinel for process in engine), *workers])
     time.sleep(GRACE_SECONDS)
-    ended = [f"{process.name} with {process.exitcode}" for process in engine if not process.is_alive()]
+    gone = [f"{title} ended" for descriptor, title in workers.items() if descriptor in over]
     with suppress(OSError):
-        connection.send(("failed", f"processes of the engine ended: {', '.join(ended)}"))
+        connection.send(("failed", f"of the engine's processes {', '.join([*gone, *ended(engine)])}"))
     os._exit(1)
+
+
+def ended(engine: list[BaseProcess]) -> list[str]:
+    """Those of the engine's processes that live no more, and how each ended."""
+    return [f"{process.name} {ending(process.exitcode)}" for process in engine if not process.is_alive()]
 
 
 def serve(llm: Any, connection: Connection) -> None:

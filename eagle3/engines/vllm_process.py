@@ -1,7 +1,7 @@
 """The other end of `vllm_host`: starts it, talks to it, notices its death and says why (step 3 of the walk).
 
 All output of the host and of every worker goes to one log file. A death is noticed within a second and reported with
-the first exception that any worker wrote there and with the last lines.
+the first failure that any worker wrote there and with the last lines.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
-from eagle3.engines.process_group import group_memory, kill_group
+from eagle3.engines.process_group import ending, group_memory, kill_group
 from eagle3.errors import EngineError
 
 LAST_LINES = 15
@@ -32,6 +31,9 @@ CLOSE_SECONDS = 20.0
 # vLLM puts "(Worker_TP1 pid=17) ERROR 11-30 00:12:13 [core.py:100] " in front of each line.
 PREFIX = re.compile(r"^(\([^)]*pid=\d+\) *)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 
+# What vLLM says of a worker that somebody killed; the exceptions after it only follow from that.
+DIED = re.compile(r"Worker proc \S+ died unexpectedly.*")
+KILLED_HINT = "SIGKILL is what the kernel sends when memory runs out: see `dmesg`"
 WARNED = re.compile(r"^(\([^)]*pid=\d+\) *)?(DEBUG|INFO|WARNING) [\d-]+ [\d:.]+ ")
 
 
@@ -46,7 +48,7 @@ class EngineProcess:
         self.log_file = log_file
         # Makes ids of requests unlike those of any earlier use of the engine.
         self.numbers = itertools.count()
-        self._broken = False
+        self._broken = self._ready = False
         self._held: set[Path] = set()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log, theirs:
@@ -79,7 +81,7 @@ class EngineProcess:
             watch(text.decode("utf-8", "replace"))
             if message is not None:
                 # Noted while all live: when one is killed, the others may end before anybody can look what they hold.
-                self._held = group_memory(self._process.pid)
+                self._held, self._ready = group_memory(self._process.pid), True
                 return message[1]
 
     def submit(
@@ -133,16 +135,21 @@ class EngineProcess:
         kill_group(self._process.pid, self._held)
 
     def failure(self, what: str, details: str = "") -> EngineError:
-        """An error of one screen with the engine's own words: the first exception in its log, and the last lines."""
+        """An error of one screen with the engine's own words: the first failure in its log, and the last lines."""
         text = self.log_text()
         first = first_exception(text)
         last = "\n".join(f"    {line}" for line in text.strip().splitlines()[-LAST_LINES:])
         self._broken = True
+        killed = re.search(r"\bSIGKILL\b|\(exit code: -9\)", f"{what} {first}")
         parts = [
             what,
-            f"first exception in the engine's log: {first}" if first else "",
+            f"first failure in the engine's log: {first}" if first else "",
             details.strip(),
             f"last lines of {self.log_file}:\n{last}",
+            KILLED_HINT if killed else "",
+            "what is complete is kept: once the cause is gone, the same command goes on from there"
+            if self._ready
+            else "",
         ]
         return EngineError("\n".join(part for part in parts if part))
 
@@ -185,17 +192,19 @@ class EngineProcess:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:
             return self.failure("vllm: the engine's process closed its connection")
-        how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return self.failure(f"vllm: the engine's process {how}")
+        return self.failure(f"vllm: the engine's process {ending(code)}")
 
 
 def first_exception(log: str) -> str | None:
-    """The line that ends the first traceback of a log, vLLM's own prefixes taken away; None when there is none.
+    """The line that ends the first traceback of a log, or tells of a worker's death before, vLLM's own prefixes taken
+    away; None when there is none.
 
     Tracebacks that vLLM logs as warnings (an optional package that is absent) do not count.
     """
     lines = [PREFIX.sub("", line) for line in log.splitlines() if not WARNED.match(line)]
     for start, line in enumerate(lines):
+        if DIED.match(line):
+            return line
         if line.startswith("Traceback (most recent call last)"):
             for ending in lines[start + 1 :]:
                 if ending and not ending.startswith((" ", "\t")):
