@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eagle3 import streaming
 from eagle3.engines import stalls
 from eagle3.engines.stalls import SAY_SECONDS, STALL_SECONDS, DiskWatch, ProgressClock
 from eagle3.errors import EngineError
@@ -145,3 +147,23 @@ def test_a_call_without_an_answer_is_given_up_and_nothing_is_left(
     assert process.broken
     process.close(gently=False)
     host.wait(timeout=60)
+
+
+def test_a_disk_that_does_not_take_a_complete_shard_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(streaming, "SAY_SECONDS", 0.1)
+    closing: Future[None] = Future()
+
+    def fail_when_said() -> None:
+        while not caplog.messages:
+            time.sleep(0.01)
+        closing.set_exception(OSError("stale file handle"))
+
+    thread = threading.Thread(target=fail_when_said)
+    with caplog.at_level("WARNING", "eagle3"):
+        thread.start()
+        with pytest.raises(OSError, match="stale file handle"):
+            streaming._wait_for_disk(Path("/states/shard-00007"), closing)
+    thread.join()
+    assert caplog.messages[0].startswith("extract: the disk has not taken what was written to /states/shard-00007 in ")
