@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/vllm" in item.path.as_posix():
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(1800))
             # What vLLM and what it imports warn of is theirs.
             item.add_marker(pytest.mark.filterwarnings("default"))
             if importlib.util.find_spec("vllm") is None:

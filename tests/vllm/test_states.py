@@ -22,7 +22,7 @@ import torch
 from eagle3.capture import Capture
 from eagle3.engines import Prompt, open_engine, stalls
 from eagle3.engines.backends import log_backends
-from eagle3.engines.process_group import shared_memory
+from eagle3.engines.process_group import group_titles, shared_memory
 from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_capture import ShardWork
 from eagle3.engines.vllm_load import SHARDS
@@ -257,7 +257,7 @@ def test_a_killed_worker_is_reported_within_seconds(ranks: VllmEngine, tmp_path:
     capture = planned(samples, tmp_path / "states", (1, 6))
     host = psutil.Process(ranks._process._process.pid)
     processes = [host, *host.children(recursive=True)]
-    worker = next(child for child in processes if "Worker" in " ".join(child.cmdline()))
+    worker = next(psutil.Process(pid) for pid, title in group_titles(host.pid) if title.startswith("VLLM::Worker"))
     held = {path for process in processes for path in shared_memory(process.pid)}
     assert held
     died: list[float] = []
