@@ -12,7 +12,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -92,14 +92,8 @@ class VllmEngines:
         shards, started = _Shared(work), time.monotonic()
         yield from self._side_by_side(lambda number: self.engines[number].capture_shards(shards, layer_ids, layout))
         reports = [engine.last_capture for engine in self.engines]
-        armed = min(report["arm_seconds"] for report in reports)
-        self.last_capture = {
-            "tokens": sum(report["tokens"] for report in reports),
-            "seconds": time.monotonic() - started - armed,
-            "arm_seconds": armed,
-            "tail_seconds": max(report["tail_seconds"] for report in reports),
-            "ranks": [rank for report in reports for rank in report["ranks"]],
-        }
+        # An engine that dies when all is done leaves none.
+        self.last_capture = _together(reports, time.monotonic() - started) if all(reports) else {}
 
     def generate(
         self, prompts: Sequence[Prompt], *, temperature: float, seed: int, stop_ids: Sequence[int]
@@ -175,6 +169,18 @@ class VllmEngines:
             for process in self._processes:
                 process.close(gently=False)
             raise
+
+
+def _together(reports: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """The report of engines that ran side by side for `seconds`, from the arming of all to the end of all."""
+    armed = min(report["arm_seconds"] for report in reports)
+    return {
+        "tokens": sum(report["tokens"] for report in reports),
+        "seconds": seconds - armed,
+        "arm_seconds": armed,
+        "tail_seconds": max(report["tail_seconds"] for report in reports),
+        "ranks": [rank for report in reports for rank in report["ranks"]],
+    }
 
 
 class _Shared(Generic[T]):

@@ -1,0 +1,324 @@
+"""Several engines as one, with a small vllm of our own in each: what comes out is the same for any number of them, and
+they end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from eagle3.capture import Capture
+from eagle3.engines import Prompt, open_engine
+from eagle3.engines.vllm import sampling_parameters
+from eagle3.engines.vllm_capture import throughput
+from eagle3.engines.vllm_group import VllmEngines
+from eagle3.errors import EngineError, StageFailed
+from eagle3.shard_index import complete_index
+from eagle3.shards import Layout, data_start, plan_shards, read_rows
+from eagle3.tokens import Sample
+from tests import conftest
+from tests.vllm.engines import configured
+
+# States are the token's id plus an eighth of the layer's. Three ids do more: DIES, WAITS two seconds, HANGS.
+DIES, WAITS, HANGS = 397, 398, 399
+STUB = """
+import os, sys, time, zlib
+import numpy as np
+__version__ = "9.9"
+NUMBER = (int(os.environ["VLLM_PORT"]) - 5000) // 100
+class SamplingParams:
+    def __init__(self, **values):
+        self.values = values
+class Engine:
+    def __init__(self, write):
+        self.requests, self.write = [], write
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+    def add_request(self, *request):
+        self.requests.append(request)
+    def step(self):
+        name, ids, params = self.requests.pop(0)
+        for token, act in ((397, lambda: os.kill(os.getpid(), 9)), (398, lambda: time.sleep(2)),
+                           (399, lambda: time.sleep(600))):
+            if token in ids:
+                act()
+        if name.startswith("shard-"):
+            time.sleep(0.004)
+            self.write(name, np.array(ids))
+        else:
+            print("answered", flush=True)
+        class Completion:
+            token_ids = [sum(ids), params.values.get("seed") or 0][:params.values["max_tokens"]]
+            finish_reason = "length"
+        class Output: finished = True; outputs = [Completion]; request_id = name
+        return [Output]
+class LLM:
+    def __init__(self, **arguments):
+        self.llm_engine, self.batch_tokens = Engine(self.write), arguments["max_num_batched_tokens"]
+        print("Loading safetensors checkpoint shards: 50% Completed | 1/2", flush=True)
+        print("Using FLASH_ATTN MLA prefill backend.", flush=True)
+        {load}
+    def collective_rpc(self, method, args=()):
+        return [getattr(self, method)(*args)]
+    def eagle3_describe(self, adapter):
+        return {"rank": 0, "model_class": "Stub", "layer_class": "Layer", "num_layers": 6, "runner": "none",
+                "device": "cpu", "dtype": "float32", "quantization": None, "max_model_len": 256,
+                "batch_tokens": self.batch_tokens, "prefix_caching": False, "backends": {}}
+    def eagle3_arm(self, adapter, layer_ids, settings):
+        self.layer_ids, self.width = layer_ids, settings["hidden_size"]
+        self.shards, self.finished, self.rows, self.bytes = {}, [], 0, 0
+    def eagle3_open(self, shards):
+        self.shards.update((shard["key"], {**shard, "parts": [], "left": len(shard["members"])}) for shard in shards)
+    def write(self, name, ids):
+        key, _, member = name.rpartition("-")
+        shard, member = self.shards[key], int(member)
+        place = shard["members"].index(member)
+        for k in self.layer_ids:
+            data = np.repeat(ids[:, None] + k / 8, self.width, 1).astype(np.float32).tobytes()
+            path, start = shard["files"][str(k)]
+            with open(path, "r+b") as file:
+                file.seek(start + shard["first_rows"][place] * 4 * self.width)
+                file.write(data)
+            shard["parts"].append([k, member, 0, len(ids), zlib.crc32(data)])
+            self.bytes += len(data)
+        self.rows += len(ids)
+        shard["left"] -= 1
+        if not shard["left"]:
+            self.finished.append({"key": key, "rejected": [], "parts": shard["parts"]})
+    def eagle3_poll(self):
+        finished, self.finished = self.finished, []
+        seconds = dict.fromkeys(("model_s", "copy_s", "wait_s", "write_s"), 0.0)
+        return {"finished": finished, "failure": None, "open_samples": 0, "rows": self.rows, "rows_written": self.rows,
+                "bytes": self.bytes, "ring_bytes": 1, **seconds}
+    def eagle3_disarm(self):
+        return {**self.eagle3_poll(), "working_bytes": 0, "device_bytes": 0, "key_value_bytes": 0, "number": NUMBER}
+"""
+LAYOUT, LAYERS = Layout(48, "float32", 6), (1, 3, 6)
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> Iterator[None]:
+    """No process of an engine is left by any test."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+class Stubs:
+    """Opens engines whose `vllm.LLM` does `load` when it is made; NUMBER is the engine's."""
+
+    def __init__(self, target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.target, self.folder = target, folder
+        self.package = folder / "stub" / "vllm"
+        self.package.mkdir(parents=True)
+        (self.package / "inputs.py").write_text("def tokens_input(ids):\n    return ids\n")
+        installed = self.package.parent / "vllm-9.9.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
+        monkeypatch.syspath_prepend(str(self.package.parent))
+        monkeypatch.setenv("PYTHONPATH", str(self.package.parent))
+        # Tells the engines apart, which see nothing else of it.
+        monkeypatch.setenv("VLLM_PORT", "5000")
+
+    def open(self, count: int, load: str = "pass") -> Any:
+        (self.package / "__init__.py").write_text(STUB.replace("{load}", load))
+        # Small batches, so that an engine takes two or three shards at a time.
+        cfg, target = configured("llama", self.target, data_parallel_size=count, batch_tokens=32, generate_slots=4)
+        return open_engine(cfg, target, self.folder / f"{count}.log")
+
+
+@pytest.fixture
+def stubs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    return Stubs(tiny_target, tmp_path, monkeypatch)
+
+
+def random_samples(lengths: Sequence[int]) -> list[Sample]:
+    """Samples that nothing happens to."""
+    return conftest.random_samples(lengths, vocab_size=DIES)
+
+
+def planned(folder: Path, samples: Sequence[Sample], shard_tokens: int = 120) -> Capture:
+    folder.mkdir()
+    row = len(LAYERS) * LAYOUT.row_bytes
+    lengths, ids = [len(sample.input_ids) for sample in samples], [sample.id for sample in samples]
+    return Capture(folder, LAYOUT, plan_shards(lengths, ids, row, shard_tokens * row, None, 60), LAYERS, 256)
+
+
+def run(capture: Capture, engine: Any, samples: Sequence[Sample], advance: Any = lambda tokens: None) -> Any:
+    return capture.run(engine, samples, capture.missing(unproven=LAYERS), 0, advance)
+
+
+def marked(samples: list[Sample], place: int, token: int) -> list[Sample]:
+    """The samples, one of them with a token that does something."""
+    samples[place].input_ids[-1] = token
+    return samples
+
+
+def interrupt_after(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def assert_whole(capture: Capture, samples: Sequence[Sample]) -> None:
+    """Every sample is stored once, with the rows that its ids make."""
+    indexes = [complete_index(capture.folder / plan.name, plan) for plan in capture.plans]
+    assert [sample_id for index in indexes for sample_id in index.sample_ids] == [sample.id for sample in samples]
+    assert [fault for plan in capture.plans for fault in capture.faults(plan)] == []
+    for plan in capture.plans:
+        ids = np.concatenate([samples[row].input_ids for row in plan.rows])
+        for k in LAYERS:
+            path = capture.folder / plan.name / LAYOUT.file_name(k)
+            rows = read_rows(path, LAYOUT, data_start(path), 0, plan.tokens).numpy()
+            assert np.array_equal(rows, np.repeat(ids[:, None] + k / 8, 48, 1))
+    assert not list(capture.folder.glob("*.tmp"))
+
+
+def test_four_engines_begin_a_store_and_three_end_it(stubs: Stubs, tmp_path: Path) -> None:
+    """E12: 1,003 samples; the union is complete without duplicates, the counts add up, one folder a shard."""
+    samples = random_samples(np.random.default_rng(3).integers(2, 30, 1003).tolist())
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    capture = planned(tmp_path / "states", samples)
+    assert len(capture.plans) > 100
+    done: list[float] = []
+    with stubs.open(4) as engines:
+        assert isinstance(engines, VllmEngines)
+        assert engines.info().details["engines"] == 4
+
+        def kill_one(count: float) -> None:
+            done.append(count)
+            if sum(done) > tokens / 4:
+                engines.engines[2]._process.kill()
+
+        with pytest.raises(EngineError, match=r"^engine-2 of 4: vllm: the engine's process was ended by signal SIGKI"):
+            run(capture, engines, samples, kill_one)
+    first = {path.name: path.stat().st_mtime_ns for path in capture.folder.glob("shard-?????")}
+    assert 0 < len(first) < len(capture.plans)
+    with stubs.open(3) as engines:
+        count = run(capture, engines, samples)
+        report = engines.last_capture
+    second = {path.name: path.stat().st_mtime_ns for path in capture.folder.glob("shard-?????")}
+    assert first.items() < second.items()
+    assert_whole(capture, samples)
+    assert capture.kept() == (1003, tokens, {})
+    stored = sum(plan.tokens for plan in capture.plans if plan.name in first)
+    assert stored + count.tokens == tokens
+    # All three took part, and the report is of all together.
+    rows = [rank["rows_written"] for rank in report["ranks"]]
+    assert sum(rows) == report["tokens"] == count.tokens
+    assert min(rows) > 0
+    found = throughput(report)
+    assert found["tokens_per_s"] == pytest.approx(count.tokens / report["seconds"], rel=1e-3)
+    assert found["written_share"] == [round(each / count.tokens, 4) for each in rows]
+
+
+def test_a_slow_engine_holds_up_no_other(stubs: Stubs, tmp_path: Path) -> None:
+    samples = marked(random_samples([29] * 400), 30, WAITS)
+    capture = planned(tmp_path / "states", samples)
+    with stubs.open(2) as engines:
+        run(capture, engines, samples)
+        rows = sorted(rank["rows_written"] for rank in engines.last_capture["ranks"])
+    assert rows[0] < rows[1] / 4
+    assert_whole(capture, samples)
+
+
+def test_an_engine_that_dies_ends_the_others_within_seconds(stubs: Stubs, tmp_path: Path) -> None:
+    """One dies, the other hangs in a batch. A single one goes on from there."""
+    samples = marked(marked(random_samples([29] * 100), 60, DIES), 70, HANGS)
+    capture = planned(tmp_path / "states", samples)
+    started = time.monotonic()
+    with stubs.open(2) as engines:
+        with pytest.raises(EngineError) as caught:
+            run(capture, engines, samples)
+        message = str(caught.value)
+        assert message.startswith(("engine-0 of 2: ", "engine-1 of 2: "))
+        assert f"last lines of {tmp_path / '2-'}{message[7]}.log:" in message
+        alive = [engine._process._process.poll() is None for engine in engines.engines]
+        assert alive == [False, False]
+    assert time.monotonic() - started < 20
+    samples[60].input_ids[-1] = samples[70].input_ids[-1] = 5
+    with stubs.open(1) as engine:
+        assert not isinstance(engine, VllmEngines)
+        run(capture, engine, samples)
+    assert_whole(capture, samples)
+
+
+def test_ctrl_c_ends_all_engines_at_once(stubs: Stubs, tmp_path: Path) -> None:
+    samples = marked(marked(random_samples([29] * 12), 0, HANGS), 11, HANGS)
+    capture = planned(tmp_path / "states", samples)
+    with stubs.open(2) as engines:
+        started = time.monotonic()
+        interrupt_after(1.0)
+        with pytest.raises(KeyboardInterrupt):
+            run(capture, engines, samples)
+    assert time.monotonic() - started < 10
+
+
+def test_whoever_reads_may_break_off(stubs: Stubs, tmp_path: Path) -> None:
+    """Too many lost samples are found by the reader, while the engines go on."""
+    samples = random_samples([29] * 60 + [256] * 2 + [29] * 60)
+    capture = planned(tmp_path / "states", samples)
+    started = time.monotonic()
+    with (
+        stubs.open(2) as engines,
+        pytest.raises(StageFailed, match=r"1 samples could not be captured \(longer_than_engine 1"),
+    ):
+        run(capture, engines, samples)
+    assert time.monotonic() - started < 20
+
+
+def test_all_load_at_the_same_time_and_one_speaks(
+    stubs: Stubs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = time.monotonic()
+    with caplog.at_level("DEBUG", "eagle3"), stubs.open(3, "time.sleep(3)"):
+        assert time.monotonic() - started < 8
+    lines = [(record.levelname, record.message) for record in caplog.records if "vllm" in record.message]
+    said = [message for level, message in lines if level == "INFO"]
+    assert [message for message in said if "engines loaded" in message] == [
+        f"vllm: {count} of 3 engines loaded" for count in (1, 2, 3)
+    ]
+    assert said.count("vllm: prefill is FLASH_ATTN") == 1
+    assert len([message for message in said if "Stub loaded in" in message]) == 1
+    assert lines.count(("DEBUG", "vllm: prefill is FLASH_ATTN")) == 2
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["3-0.log", "3-1.log", "3-2.log"]
+
+
+def test_one_that_does_not_load_ends_the_loads_of_the_others(stubs: Stubs) -> None:
+    """E5, E11: within seconds, with its own last words."""
+    started = time.monotonic()
+    load = "print('no GPU left', flush=True) or os._exit(3) if NUMBER == 1 else time.sleep(600 * NUMBER)"
+    with pytest.raises(EngineError, match=r"^engine-1 of 3: vllm: the engine's process exited with 3[\s\S]*no GPU"):
+        stubs.open(3, load)
+    assert time.monotonic() - started < 20
+
+
+def test_ctrl_c_while_they_load_ends_them_all(stubs: Stubs) -> None:
+    started = time.monotonic()
+    interrupt_after(2.0)
+    with pytest.raises(KeyboardInterrupt):
+        stubs.open(2, "time.sleep(600)")
+    assert time.monotonic() - started < 10
+
+
+def test_answers_do_not_depend_on_the_number_of_engines(stubs: Stubs, tmp_path: Path) -> None:
+    """All engines answer; each answer is that of its prompt, at the seed of its key."""
+    prompts = [Prompt(f"p{n}", [n, 7, n % 5], n % 4) for n in range(60)]
+    for temperature in (0.0, 0.7):
+        expected = {}
+        for prompt in prompts:
+            seed = sampling_parameters(prompt, temperature, 11, [2])["seed"] or 0
+            expected[prompt.key] = [sum(prompt.input_ids), seed][: prompt.max_new_tokens]
+        for count in (3, 1):
+            with stubs.open(count) as engines:
+                answers = list(engines.generate(prompts, temperature=temperature, seed=11, stop_ids=[2]))
+            assert {answer.key: answer.token_ids for answer in answers} == expected
+            assert len(answers) == len(prompts)
+    for number in range(3):
+        assert "answered" in (tmp_path / f"3-{number}.log").read_text()
