@@ -98,14 +98,19 @@ def report_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def reasons(skipped: Counter[str]) -> str:
+    """Why rows were dropped, the commonest first."""
+    return ", ".join(f"{n} x {reason}" for reason, n in skipped.most_common(6))
+
+
 def nothing_left(counts: Counts, answers: str) -> str:
     """The message when every conversation was dropped."""
-    reasons: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for count in counts.sources.values():
-        reasons += count.skipped
-    listed = ", ".join(f"{n} x {reason}" for reason, n in reasons.most_common(6))
+        skipped += count.skipped
     retry = "dataset.answers=regenerate, if the sources hold only prompts" if answers == "given" else "other sources"
     return (
-        f"dataset.sources: no conversation is left of {sum(c.read for c in counts.sources.values())} rows: {listed}; "
+        f"dataset.sources: no conversation is left of {sum(c.read for c in counts.sources.values())} rows: "
+        f"{reasons(skipped)}; "
         f"expected at least one; try {retry}"
     )

@@ -129,7 +129,8 @@ class Record:
     def layers(self) -> str:
         """The layers as the command line or the configuration named them."""
         given = dict(o.lstrip("+").split("=", 1) for o in self.overrides if "=" in o)
-        return given.get("layers.ids") or given.get("layers") or (self.config.get("layers") or {}).get("name", "")
+        used = self.config.get("layers") or {}
+        return given.get("layers.ids") or given.get("layers") or str(used.get("ids") or used.get("name", ""))
 
     def positions(self) -> tuple[list[float], bool] | None:
         """The share of drafts accepted at each position among those whose earlier drafts were, and whether it was

@@ -134,7 +134,8 @@ def _run(folder: Path) -> tuple[str, str, dict[str, Figure]]:
     facts = [(name, f"{value:,.3f}") for name, value in numbers if value is not None]
     if (spread := alone[0].spread) is not None:
         facts.insert(1, ("its uncertainty", f"± {spread:.3f} (95 %, {alone[0].basis})"))
-    facts += [("status", record.status), ("layers", f"{record.layers} {record.layer_ids or ''}".strip())]
+    named = dict.fromkeys((record.layers, str(record.layer_ids or "")))
+    facts += [("status", record.status), ("layers", " ".join(named).strip())]
     if record.result.get("seconds") is not None:
         facts.append(("time", duration(record.result["seconds"])))
     title = f"Run {folder.name}"

@@ -132,7 +132,7 @@ class StatesStore:
         if layer_id not in self.manifest["layer_ids"]:
             raise RequestError(
                 f"{self.folder}: holds layers {list(self.layer_ids)}, asked for {layer_id}; run "
-                f"`eagle3 stage=extract layers.ids=[{layer_id}]` to add it"
+                f"`eagle3 stage=extract 'layers.ids=[{layer_id}]'` to add it"
             )
         if len(rows) != self.lengths[place]:
             raise StoreError(

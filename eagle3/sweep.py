@@ -74,15 +74,17 @@ def job_names(jobs: Sequence[Sequence[str]], typed: Sequence[str] | None = None)
     """A folder name for each job, distinct, of [A-Za-z0-9._=-] only.
 
     It is made of the overrides that the sweep varies: those that are not the same throughout in `typed`, the command
-    line. Without it, of those that differ between these jobs, which may be a part of the sweep only.
+    line, where a field may stand twice. Without it, of those that differ between these jobs, which may be a part of the
+    sweep only.
     """
     if typed is None:
         counts = Counter(override for overrides in jobs for override in set(overrides))
         fixed = {override for override, count in counts.items() if count == len(jobs)}
         own_of = [[o for o in overrides if o not in fixed] for overrides in jobs]
     else:
-        keys = {key for key, sweeps in map(override_key, typed) if not sweeps}
-        own_of = [[o for o in overrides if o.lstrip("+").split("=")[0] not in keys] for overrides in jobs]
+        varied = dict(map(override_key, typed))
+        last_of = [{o.lstrip("+").split("=")[0]: o for o in overrides} for overrides in jobs]
+        own_of = [[o for key, o in last.items() if varied.get(key, True)] for last in last_of]
     names = []
     for overrides, own in zip(jobs, own_of, strict=True):
         words = [o.lstrip("+").replace("[", "").replace("]", "") for o in own or overrides]

@@ -73,6 +73,18 @@ def test_a_dry_run_says_what_would_be_done_and_makes_nothing(
     assert not list(Path("outputs").rglob("manifest.json"))
 
 
+def test_a_dry_run_ends_where_layers_would_be_added(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """States of other layers are there, which the real run adds to: the dry run must not call that a wrong request."""
+    words = ["evaluate.sets=[]", "layers.ids=[1,2,4]"]
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, *words) == 0
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, *words, "dry_run=true") == 0
+    assert "4/5 export" in capsys.readouterr().err, "everything is a hit"
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, words[0], "layers.ids=[2,3,5]", "dry_run=true") == 0
+    assert "train, export, evaluate would follow" in capsys.readouterr().err
+
+
 def test_layers_that_the_model_lacks_are_refused_before_any_work(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,7 @@ def test_masks_that_would_all_be_zero_stop_the_stage(make: Configure) -> None:
     [
         (None, [], r"^dataset.sources.train.path: found no file .*missing.jsonl"),
         ("", [], r"^dataset.sources.train: .* has no row behind the first 0"),
+        ("{'prompt': 'not JSON but Python'}", [], r"^dataset.sources.train: no row of .* can be used: .*broken JSON"),
         ("[]", ["dataset.sources.train.skip=3"], r"^dataset.sources.train: .* has no row behind the first 3"),
         ('{"messages": [\n', ["dataset.on_bad_row=stop"], r"file cut off or damaged at line 1, record 1, after 0 good"),
         ('{"a": 1}', [], r"^dataset.sources.train.format: cannot tell the format"),

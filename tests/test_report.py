@@ -253,6 +253,15 @@ def test_a_sweep_without_results_has_a_page_too(tmp_path: Path) -> None:
     assert "2 jobs: 2 waiting" in page
 
 
+def test_layers_by_number_are_not_called_by_the_name_of_a_preset(sweep: Path) -> None:
+    folder = sweep / "layers=late-seed=1"
+    assert "late [18, 23, 27]" in write_report(folder).read_text()
+    (folder / "config.yaml").write_text("seed: 0\nlayers:\n  name: late\n  ids: [18, 23, 27]\n")
+    page = write_report(folder).read_text()
+    assert "late [18, 23, 27]" not in page
+    assert "<td>[18, 23, 27]</td>" in page
+
+
 def test_a_run_has_its_curves_and_its_walk(sweep: Path) -> None:
     folder = sweep / "layers=late-seed=1"
     page = write_report(folder).read_text()

@@ -101,6 +101,12 @@ def test_job_folders_of_a_search_are_named_by_all_that_it_varies() -> None:
     assert job_names([batches[0][0]] * 2, typed) == [names[0]] * 2, "the same point again is the same job"
 
 
+def test_a_field_that_stands_twice_on_the_command_line_is_named_by_its_last_value() -> None:
+    typed = ["layers.ids=[1,3,5]", "layers.ids=[1,2,5],[2,3,4]"]
+    jobs = [[typed[0], "layers.ids=[1,2,5]"], [typed[0], "layers.ids=[2,3,4]"]]
+    assert job_names(jobs, typed) == ["layers.ids=1-2-5", "layers.ids=2-3-4"]
+
+
 def job(name: str, stage: str = "train", seed: int = 0, **layers) -> Job:
     cfg = Config(
         stage=StageConfig(stage), model=ModelConfig(name="m"), layers=LayersConfig(name=name, **layers), seed=seed

@@ -17,8 +17,7 @@ from eagle3.runs import Run
 from eagle3.stages import evaluate, export, prepare, train
 from eagle3.validation import known_depth
 
-# Each stage with the function of its module that says which artifact it makes.
-STAGES = {"prepare": "prepared", "extract": "states", "train": "drafter", "export": "exported", "evaluate": None}
+STAGES = ("prepare", "extract", "train", "export", "evaluate")
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
 
 def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStack) -> None:
-    for number, (name, lineage) in enumerate(STAGES.items(), 1):
+    for number, name in enumerate(STAGES, 1):
         if name == "evaluate" and not cfg.evaluate.sets:
             run.log.info("%d/%d %s left out: evaluate.sets is empty", number, len(STAGES), name)
             break
@@ -62,8 +61,9 @@ def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStac
         if run.rank > 0 and name == "train":
             # A helper rank was started for training only; what follows is rank 0's.
             break
-        if cfg.dry_run and lineage and not getattr(stage, lineage)(staged, run.artifacts).complete:
-            rest = ", ".join(list(STAGES)[number:])
+        if cfg.dry_run and not metrics[name] and name != "evaluate":
+            # What is not there, or lacks a layer, has no metrics; what reads it cannot tell what it would do.
+            rest = ", ".join(STAGES[number:])
             run.log.info("dry run: %s would follow, from artifacts that do not exist yet", rest)
             break
 

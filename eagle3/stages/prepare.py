@@ -23,7 +23,7 @@ from eagle3.config import Config
 from eagle3.engines import Engine, compute_dtype
 from eagle3.engines.vllm_settings import dummy_weights
 from eagle3.errors import RequestError, StageFailed, disk_full
-from eagle3.preparation_report import Counts, make_report, nothing_left, report_table
+from eagle3.preparation_report import Counts, make_report, nothing_left, reasons, report_table
 from eagle3.prepared import PreparedWriter, prompt_group
 from eagle3.prompts import Conversation, SourceCount, read_source, source_identity
 from eagle3.rendering import Template, Unrenderable
@@ -140,11 +140,17 @@ def _check(cfg: Config, target: Target, template: Template) -> list[int]:
     for name, source in data.sources.items():
         count = SourceCount()
         first = next(read_source(name, source, cache_folder(cfg.cache_dir), data.on_bad_row, count), None)
-        if first is None and not count.read:
+        if first is not None:
+            continue
+        if count.read:
             raise RequestError(
-                f"dataset.sources.{name}: {source.path} has no row behind the first {source.skip}, expected at least "
-                f"one; check the file and dataset.sources.{name}.skip"
+                f"dataset.sources.{name}: no row of {source.path} can be used: {reasons(count.skipped)}; expected "
+                "UTF-8, in a .jsonl file one JSON object a line, in a .json file an array; mend or rename the file"
             )
+        raise RequestError(
+            f"dataset.sources.{name}: {source.path} has no row behind the first {source.skip}, expected at least "
+            f"one; check the file and dataset.sources.{name}.skip"
+        )
     return special
 
 
