@@ -103,6 +103,17 @@ def test_ranks_on_a_cpu_have_a_core_each(tiny_target: Path, monkeypatch: pytest.
     assert found["OMP_NUM_THREADS"] == "1"
 
 
+def test_vllm_waits_for_slow_disks_and_long_loads_unless_the_user_says_how_long(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, _ = configured(tiny_target)
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30")
+    monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)
+    found = engine_environment(cfg)
+    assert found["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "30"
+    assert int(found["VLLM_ENGINE_READY_TIMEOUT_S"]) >= 3600
+
+
 def test_engines_side_by_side_have_gpus_and_ports_of_their_own(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

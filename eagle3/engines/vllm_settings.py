@@ -33,7 +33,9 @@ OWNED = {
     "tensor_parallel_size": "hardware.tensor_parallel_size",
     "data_parallel_size": "hardware.data_parallel_size",
 }
-STEP_TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+# How long vLLM waits before it takes itself for dead, where the user does not say: a step may wait for a slow disk,
+# which `stalls` looks at more closely, and the load of half a terabyte is none of its ten minutes.
+PATIENCE = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "900", "VLLM_ENGINE_READY_TIMEOUT_S": "7200"}
 # Random weights instead of the checkpoint's, for rehearsals.
 DUMMY = "dummy"
 # Apart for each engine, where VLLM_PORT says from which one on.
@@ -126,8 +128,7 @@ def engine_environment(cfg: Config, number: int = 0) -> dict[str, str]:
         found[VARIABLE] = ",".join(visible_gpus()[mine.start : mine.stop] if VARIABLE in os.environ else map(str, mine))
     if (port := os.environ.get("VLLM_PORT", "")).isdigit():
         found["VLLM_PORT"] = str(int(port) + PORTS * number)
-    # vLLM takes a worker for dead after five minutes, also one that waits for a slow disk; `stalls` looks closer.
-    found[STEP_TIMEOUT] = os.environ.get(STEP_TIMEOUT, "900")
+    found.update({name: os.environ.get(name, seconds) for name, seconds in PATIENCE.items()})
     return found
 
 
