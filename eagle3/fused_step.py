@@ -116,8 +116,8 @@ class FusedStep:
         return self._rotary
 
 
-# Latent heads' widths (without position, with it, values) whose kernels ran on a GPU in bf16: DeepSeek's and Kimi's. At
-# 32 + 16 in fp32 the backward pass ended in an illegal memory access (H200, Triton 3.6).
+# Latent heads' widths (without position, with it, values) whose kernels ran on a GPU in bf16: DeepSeek's and Kimi's.
+# Narrower ones and fp32 have not run there since `operands.padded_widths` went round a fault of the assembler.
 LATENT_WIDTHS = (128, 64, 128)
 
 

@@ -1,15 +1,12 @@
 """How attention's Triton kernels are handed queries, keys and values: places, strides and widths."""
 
-# Triton comes with torch on a GPU machine only.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 from typing import Any
 
-import triton
-
 from eagle3.head_rows import HeadRows
+
+SWIZZLE_BYTES = 128  # of a matrix's row in shared memory, at most, that Hopper's products read in one pattern
 
 
 def operands(rows: HeadRows, queries: tuple[int, int], columns: int) -> tuple[Any, ...]:
@@ -27,7 +24,13 @@ def operands(rows: HeadRows, queries: tuple[int, int], columns: int) -> tuple[An
 
 
 def padded_widths(rows: HeadRows) -> dict[str, int]:
-    """The widths (D, E, R) of a head's parts, each with the power of two that holds it; products want 16 at least."""
-    named = dict(zip("DER", rows.widths, strict=True))
-    padded = {f"{name}P": width and max(triton.next_power_of_2(width), 16) for name, width in named.items()}
-    return {**named, **padded}
+    """The widths (D, E, R) of a head's parts, each with the power of two that it is padded to; 0 stays 0.
+
+    Products want 16 at least. Rows of all parts take equally many bytes, up to `SWIZZLE_BYTES`: where a kernel's
+    operands lay in different patterns, ptxas 12.8 (Triton 3.6) addressed some of them with a register that held
+    something else, which ended in an illegal memory access (fp32 at 32 + 16).
+    """
+    powers = [width and max(1 << (width - 1).bit_length(), 16) for width in rows.widths]
+    least = min(max(powers), SWIZZLE_BYTES // rows.query.element_size())
+    padded = [power and max(power, least) for power in powers]
+    return {**dict(zip("DER", rows.widths, strict=True)), **dict(zip(("DP", "EP", "RP"), padded, strict=True))}

@@ -45,6 +45,8 @@ VARIANTS = {
     "variants": NORMS,
     "full vocabulary": {"draft_vocab_size": 900},
     "latent attention": latent(*LATENT_WIDTHS, q_lora_rank=96, kv_lora_rank=64),
+    "narrow latent attention": latent(32, 16, 32, q_lora_rank=64, kv_lora_rank=48),
+    "latent attention of odd widths": latent(24, 8, 20, q_lora_rank=72, kv_lora_rank=40) | NORMS,
     "latent attention, all norms": latent(*LATENT_WIDTHS, q_lora_rank=72, kv_lora_rank=40)
     | NORMS
     | {"rope_scaling": YARN},
@@ -87,7 +89,7 @@ def on_gpu(drafter: Eagle3Drafter) -> Eagle3Drafter:
     return copy.deepcopy(drafter).to("cuda", torch.float32)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "128" not in name and "latent" not in name])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "128" not in name])
 def test_fp32_gradients_equal_float64(name: str) -> None:
     drafter = wide_drafter(**VARIANTS[name])
     docs = documents(drafter.shape)
@@ -151,7 +153,10 @@ def test_losses_mixed_from_config(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "widths"),
-    [((8, 2), (128, 128, 0)), ((4, 4), (64, 64, 0)), ((8, 8), (128, 128, 64))],
+    [
+        *(((8, 2), (128, 128, 0)), ((4, 4), (64, 64, 0)), ((8, 8), (128, 128, 64))),
+        *(((4, 2), (24, 40, 8)), ((4, 4), (32, 32, 16)), ((2, 2), (64, 32, 16))),
+    ],
 )
 def test_attention_of_scattered_rows_equals_float64(heads: tuple[int, int], widths: tuple[int, int, int]) -> None:
     """Output and every gradient of one step, T7's rows cut by turns; what nobody may read is poisoned."""
