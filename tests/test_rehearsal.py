@@ -13,8 +13,10 @@ from eagle3.checkpoint import open_target
 from eagle3.config import Config, ModelConfig
 from eagle3.errors import RequestError
 from eagle3.memory import Footprint, key_value_bytes, weight_bytes
-from eagle3.rehearsal import rehearsal_samples, shrunken_checkpoint
+from eagle3.rehearsal import Extraction, rehearsal_samples, rehearse, shrunken_checkpoint
+from tests.stub import Stub
 from tests.vllm.checkpoints import gpt_oss
+from tests.vllm.engines import EXPECT_NOTHING
 from tests.vllm.hollow import kimi_k25
 
 EXPERTS = 24
@@ -98,6 +100,15 @@ def test_lists_with_an_entry_a_layer_are_cut(tmp_path: Path) -> None:
     assert config["num_hidden_layers"] == 4
     assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
     assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_wrong_backends_are_found(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {**EXPECT_NOTHING, "attention_backend": "FLASH_ATTN"}
+    cfg, target = Stub(tiny_target, tmp_path, monkeypatch).configured(expected_backends=expected)
+    outcome = rehearse(cfg, target, Extraction((1, 3, 5, 6), None, 10**9), tmp_path / "made", tmp_path / "engine.log")
+    assert not outcome.passed
+    assert outcome.checks[-1].name == "engine"
+    assert "attention_backend: expected FLASH_ATTN, found CPU_ATTN" in outcome.checks[-1].detail
 
 
 def test_a_few_documents_have_the_spread_of_all() -> None:

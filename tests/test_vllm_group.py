@@ -1,13 +1,14 @@
-"""Several engines as one, with a small vllm of our own in each: what comes out is the same for any number of them, and
-they end together."""
+"""Several engines as one, with a stub of vLLM in each: what comes out is the same for any number of them, and they end
+together."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,91 +17,21 @@ import psutil
 import pytest
 
 from eagle3.capture import Capture
+from eagle3.config import LayersConfig, StoreConfig
 from eagle3.engines import Prompt, open_engine
 from eagle3.engines.vllm import sampling_parameters
 from eagle3.engines.vllm_capture import throughput
 from eagle3.engines.vllm_group import VllmEngines
-from eagle3.errors import EngineError, StageFailed
+from eagle3.errors import EngineError, RequestError, StageFailed
+from eagle3.runs import Run
 from eagle3.shard_index import complete_index
 from eagle3.shards import Layout, data_start, plan_shards, read_rows
 from eagle3.tokens import Sample
 from tests import conftest
-from tests.vllm.engines import configured
+from tests.conftest import write_prepared
+from tests.stages import run_stage
+from tests.stub import DIES, HANGS, WAITS, Stub
 
-# States are the token's id plus an eighth of the layer's. Three ids do more: DIES, WAITS two seconds, HANGS.
-DIES, WAITS, HANGS = 397, 398, 399
-STUB = """
-import os, sys, time, zlib
-import numpy as np
-__version__ = "9.9"
-NUMBER = (int(os.environ["VLLM_PORT"]) - 5000) // 100
-class SamplingParams:
-    def __init__(self, **values):
-        self.values = values
-class Engine:
-    def __init__(self, write):
-        self.requests, self.write = [], write
-    def has_unfinished_requests(self):
-        return bool(self.requests)
-    def add_request(self, *request):
-        self.requests.append(request)
-    def step(self):
-        name, ids, params = self.requests.pop(0)
-        for token, act in ((397, lambda: os.kill(os.getpid(), 9)), (398, lambda: time.sleep(2)),
-                           (399, lambda: time.sleep(600))):
-            if token in ids:
-                act()
-        if name.startswith("shard-"):
-            time.sleep(0.004)
-            self.write(name, np.array(ids))
-        else:
-            print("answered", flush=True)
-        class Completion:
-            token_ids = [sum(ids), params.values.get("seed") or 0][:params.values["max_tokens"]]
-            finish_reason = "length"
-        class Output: finished = True; outputs = [Completion]; request_id = name
-        return [Output]
-class LLM:
-    def __init__(self, **arguments):
-        self.llm_engine, self.batch_tokens = Engine(self.write), arguments["max_num_batched_tokens"]
-        print("Loading safetensors checkpoint shards: 50% Completed | 1/2", flush=True)
-        print("Using FLASH_ATTN MLA prefill backend.", flush=True)
-        {load}
-    def collective_rpc(self, method, args=()):
-        return [getattr(self, method)(*args)]
-    def eagle3_describe(self, adapter):
-        return {"rank": 0, "model_class": "Stub", "layer_class": "Layer", "num_layers": 6, "runner": "none",
-                "device": "cpu", "dtype": "float32", "quantization": None, "max_model_len": 256,
-                "batch_tokens": self.batch_tokens, "prefix_caching": False, "backends": {}}
-    def eagle3_arm(self, adapter, layer_ids, settings):
-        self.layer_ids, self.width = layer_ids, settings["hidden_size"]
-        self.shards, self.finished, self.rows, self.bytes = {}, [], 0, 0
-    def eagle3_open(self, shards):
-        self.shards.update((shard["key"], {**shard, "parts": [], "left": len(shard["members"])}) for shard in shards)
-    def write(self, name, ids):
-        key, _, member = name.rpartition("-")
-        shard, member = self.shards[key], int(member)
-        place = shard["members"].index(member)
-        for k in self.layer_ids:
-            data = np.repeat(ids[:, None] + k / 8, self.width, 1).astype(np.float32).tobytes()
-            path, start = shard["files"][str(k)]
-            with open(path, "r+b") as file:
-                file.seek(start + shard["first_rows"][place] * 4 * self.width)
-                file.write(data)
-            shard["parts"].append([k, member, 0, len(ids), zlib.crc32(data)])
-            self.bytes += len(data)
-        self.rows += len(ids)
-        shard["left"] -= 1
-        if not shard["left"]:
-            self.finished.append({"key": key, "rejected": [], "parts": shard["parts"]})
-    def eagle3_poll(self):
-        finished, self.finished = self.finished, []
-        seconds = dict.fromkeys(("model_s", "copy_s", "wait_s", "write_s"), 0.0)
-        return {"finished": finished, "failure": None, "open_samples": 0, "rows": self.rows, "rows_written": self.rows,
-                "bytes": self.bytes, "ring_bytes": 1, **seconds}
-    def eagle3_disarm(self):
-        return {**self.eagle3_poll(), "working_bytes": 0, "device_bytes": 0, "key_value_bytes": 0, "number": NUMBER}
-"""
 LAYOUT, LAYERS = Layout(48, "float32", 6), (1, 3, 6)
 
 
@@ -112,32 +43,11 @@ def nothing_survives() -> Iterator[None]:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-class Stubs:
-    """Opens engines whose `vllm.LLM` does `load` when it is made; NUMBER is the engine's."""
-
-    def __init__(self, target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.target, self.folder = target, folder
-        self.package = folder / "stub" / "vllm"
-        self.package.mkdir(parents=True)
-        (self.package / "inputs.py").write_text("def tokens_input(ids):\n    return ids\n")
-        installed = self.package.parent / "vllm-9.9.dist-info"
-        installed.mkdir()
-        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
-        monkeypatch.syspath_prepend(str(self.package.parent))
-        monkeypatch.setenv("PYTHONPATH", str(self.package.parent))
-        # Tells the engines apart, which see nothing else of it.
-        monkeypatch.setenv("VLLM_PORT", "5000")
-
-    def open(self, count: int, load: str = "pass") -> Any:
-        (self.package / "__init__.py").write_text(STUB.replace("{load}", load))
-        # Small batches, so that an engine takes two or three shards at a time.
-        cfg, target = configured("llama", self.target, data_parallel_size=count, batch_tokens=32, generate_slots=4)
-        return open_engine(cfg, target, self.folder / f"{count}.log")
-
-
 @pytest.fixture
-def stubs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
-    return Stubs(tiny_target, tmp_path, monkeypatch)
+def opened(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Opens so many engines, which do `load` at first."""
+    stub = Stub(tiny_target, tmp_path, monkeypatch)
+    return lambda count, load="": open_engine(*stub.configured(count, load), tmp_path / f"{count}.log")
 
 
 def random_samples(lengths: Sequence[int]) -> list[Sample]:
@@ -180,14 +90,14 @@ def assert_whole(capture: Capture, samples: Sequence[Sample]) -> None:
     assert not list(capture.folder.glob("*.tmp"))
 
 
-def test_four_engines_begin_a_store_and_three_end_it(stubs: Stubs, tmp_path: Path) -> None:
+def test_four_engines_begin_a_store_and_three_end_it(opened: Callable[..., Any], tmp_path: Path) -> None:
     """E12: 1,003 samples; the union is complete without duplicates, the counts add up, one folder a shard."""
     samples = random_samples(np.random.default_rng(3).integers(2, 30, 1003).tolist())
     tokens = sum(len(sample.input_ids) for sample in samples)
     capture = planned(tmp_path / "states", samples)
     assert len(capture.plans) > 100
     done: list[float] = []
-    with stubs.open(4) as engines:
+    with opened(4) as engines:
         assert isinstance(engines, VllmEngines)
         assert engines.info().details["engines"] == 4
 
@@ -200,7 +110,7 @@ def test_four_engines_begin_a_store_and_three_end_it(stubs: Stubs, tmp_path: Pat
             run(capture, engines, samples, kill_one)
     first = {path.name: path.stat().st_mtime_ns for path in capture.folder.glob("shard-?????")}
     assert 0 < len(first) < len(capture.plans)
-    with stubs.open(3) as engines:
+    with opened(3) as engines:
         count = run(capture, engines, samples)
         report = engines.last_capture
     second = {path.name: path.stat().st_mtime_ns for path in capture.folder.glob("shard-?????")}
@@ -218,22 +128,57 @@ def test_four_engines_begin_a_store_and_three_end_it(stubs: Stubs, tmp_path: Pat
     assert found["written_share"] == [round(each / count.tokens, 4) for each in rows]
 
 
-def test_a_slow_engine_holds_up_no_other(stubs: Stubs, tmp_path: Path) -> None:
+def test_a_store_is_the_same_artifact_whatever_the_number(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rehearsed with one engine, foretold for two, made by two, a hit for one."""
+    samples = random_samples([29] * 200)
+    stub = Stub(tiny_target, tmp_path, monkeypatch)
+
+    def extracted(count: int, engine: str = "vllm") -> tuple[dict[str, Any], Run]:
+        cfg, _ = stub.configured(count)
+        cfg.hardware.engine = engine
+        cfg.output_dir, cfg.inputs.prepared = str(tmp_path / "outputs"), str(prepared)
+        cfg.layers = LayersConfig(name="ids", ids=[1, 3, 5])
+        cfg.store, cfg.rehearse.layers = StoreConfig(dtype="float32", shard_bytes=100_000), 6
+        return run_stage("extract", cfg)
+
+    prepared = write_prepared(tmp_path / "artifacts" / "prepared" / "tiny", samples)
+    with pytest.raises(RequestError, match=r"data_parallel_size: found 2, but the transformers engine is one process"):
+        extracted(2, engine="transformers")
+    metrics, made = extracted(2)
+    assert metrics["samples"] == 200
+    logs = sorted(path.name for path in made.folder.glob("engine*.log"))
+    assert logs == ["engine-0.log", "engine-1.log", "engine.log"]
+    (rehearsed,) = (tmp_path / "outputs/artifacts/rehearsal").glob("*/manifest.json")
+    foretold = json.loads(rehearsed.read_text())["metrics"]
+    assert foretold["forecast_seconds"] == pytest.approx(29 * 200 / foretold["forecast_tokens_per_s"] / 2, rel=0.02)
+    told = json.loads((made.folder / "metrics.jsonl").read_text())["extract"]
+    assert told["of_forecast"] == pytest.approx(told["tokens_per_s"] / foretold["forecast_tokens_per_s"] / 2, rel=0.02)
+    said = made.log_file.read_text()
+    assert "side by side" in said
+    assert f"2 engines of {foretold['forecast_tokens_per_s']:,.0f} tokens/s each" in said
+    again, hit = extracted(1)
+    assert again == metrics
+    assert not list(hit.folder.glob("engine*.log"))
+
+
+def test_a_slow_engine_holds_up_no_other(opened: Callable[..., Any], tmp_path: Path) -> None:
     samples = marked(random_samples([29] * 400), 30, WAITS)
     capture = planned(tmp_path / "states", samples)
-    with stubs.open(2) as engines:
+    with opened(2) as engines:
         run(capture, engines, samples)
         rows = sorted(rank["rows_written"] for rank in engines.last_capture["ranks"])
     assert rows[0] < rows[1] / 4
     assert_whole(capture, samples)
 
 
-def test_an_engine_that_dies_ends_the_others_within_seconds(stubs: Stubs, tmp_path: Path) -> None:
+def test_an_engine_that_dies_ends_the_others_within_seconds(opened: Callable[..., Any], tmp_path: Path) -> None:
     """One dies, the other hangs in a batch. A single one goes on from there."""
     samples = marked(marked(random_samples([29] * 100), 60, DIES), 70, HANGS)
     capture = planned(tmp_path / "states", samples)
     started = time.monotonic()
-    with stubs.open(2) as engines:
+    with opened(2) as engines:
         with pytest.raises(EngineError) as caught:
             run(capture, engines, samples)
         message = str(caught.value)
@@ -243,16 +188,16 @@ def test_an_engine_that_dies_ends_the_others_within_seconds(stubs: Stubs, tmp_pa
         assert alive == [False, False]
     assert time.monotonic() - started < 20
     samples[60].input_ids[-1] = samples[70].input_ids[-1] = 5
-    with stubs.open(1) as engine:
+    with opened(1) as engine:
         assert not isinstance(engine, VllmEngines)
         run(capture, engine, samples)
     assert_whole(capture, samples)
 
 
-def test_ctrl_c_ends_all_engines_at_once(stubs: Stubs, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_engines_at_once(opened: Callable[..., Any], tmp_path: Path) -> None:
     samples = marked(marked(random_samples([29] * 12), 0, HANGS), 11, HANGS)
     capture = planned(tmp_path / "states", samples)
-    with stubs.open(2) as engines:
+    with opened(2) as engines:
         started = time.monotonic()
         interrupt_after(1.0)
         with pytest.raises(KeyboardInterrupt):
@@ -260,13 +205,13 @@ def test_ctrl_c_ends_all_engines_at_once(stubs: Stubs, tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_whoever_reads_may_break_off(stubs: Stubs, tmp_path: Path) -> None:
+def test_whoever_reads_may_break_off(opened: Callable[..., Any], tmp_path: Path) -> None:
     """Too many lost samples are found by the reader, while the engines go on."""
     samples = random_samples([29] * 60 + [256] * 2 + [29] * 60)
     capture = planned(tmp_path / "states", samples)
     started = time.monotonic()
     with (
-        stubs.open(2) as engines,
+        opened(2) as engines,
         pytest.raises(StageFailed, match=r"1 samples could not be captured \(longer_than_engine 1"),
     ):
         run(capture, engines, samples)
@@ -274,10 +219,10 @@ def test_whoever_reads_may_break_off(stubs: Stubs, tmp_path: Path) -> None:
 
 
 def test_all_load_at_the_same_time_and_one_speaks(
-    stubs: Stubs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = time.monotonic()
-    with caplog.at_level("DEBUG", "eagle3"), stubs.open(3, "time.sleep(3)"):
+    with caplog.at_level("DEBUG", "eagle3"), opened(3, "time.sleep(3)"):
         assert time.monotonic() - started < 8
     lines = [(record.levelname, record.message) for record in caplog.records if "vllm" in record.message]
     said = [message for level, message in lines if level == "INFO"]
@@ -290,24 +235,24 @@ def test_all_load_at_the_same_time_and_one_speaks(
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["3-0.log", "3-1.log", "3-2.log"]
 
 
-def test_one_that_does_not_load_ends_the_loads_of_the_others(stubs: Stubs) -> None:
+def test_one_that_does_not_load_ends_the_loads_of_the_others(opened: Callable[..., Any]) -> None:
     """E5, E11: within seconds, with its own last words."""
     started = time.monotonic()
     load = "print('no GPU left', flush=True) or os._exit(3) if NUMBER == 1 else time.sleep(600 * NUMBER)"
     with pytest.raises(EngineError, match=r"^engine-1 of 3: vllm: the engine's process exited with 3[\s\S]*no GPU"):
-        stubs.open(3, load)
+        opened(3, load)
     assert time.monotonic() - started < 20
 
 
-def test_ctrl_c_while_they_load_ends_them_all(stubs: Stubs) -> None:
+def test_ctrl_c_while_they_load_ends_them_all(opened: Callable[..., Any]) -> None:
     started = time.monotonic()
     interrupt_after(2.0)
     with pytest.raises(KeyboardInterrupt):
-        stubs.open(2, "time.sleep(600)")
+        opened(2, "time.sleep(600)")
     assert time.monotonic() - started < 10
 
 
-def test_answers_do_not_depend_on_the_number_of_engines(stubs: Stubs, tmp_path: Path) -> None:
+def test_answers_do_not_depend_on_the_number_of_engines(opened: Callable[..., Any], tmp_path: Path) -> None:
     """All engines answer; each answer is that of its prompt, at the seed of its key."""
     prompts = [Prompt(f"p{n}", [n, 7, n % 5], n % 4) for n in range(60)]
     for temperature in (0.0, 0.7):
@@ -316,7 +261,7 @@ def test_answers_do_not_depend_on_the_number_of_engines(stubs: Stubs, tmp_path: 
             seed = sampling_parameters(prompt, temperature, 11, [2])["seed"] or 0
             expected[prompt.key] = [sum(prompt.input_ids), seed][: prompt.max_new_tokens]
         for count in (3, 1):
-            with stubs.open(count) as engines:
+            with opened(count) as engines:
                 answers = list(engines.generate(prompts, temperature=temperature, seed=11, stop_ids=[2]))
             assert {answer.key: answer.token_ids for answer in answers} == expected
             assert len(answers) == len(prompts)

@@ -1,0 +1,36 @@
+"""Stands in for vLLM in tests of what drives it: `Stub` makes it what the engine's host imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.checkpoint import Target
+from eagle3.config import Config
+from tests.vllm.engines import configured
+
+# In a prompt or a document these ids make the engine die, wait two seconds or hang.
+DIES, WAITS, HANGS = 397, 398, 399
+
+
+class Stub:
+    """Installs it for the time of a test; engines are those of `hardware.engine=vllm` then."""
+
+    def __init__(self, target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.target, self._monkeypatch = target, monkeypatch
+        installed = folder / "installed" / "vllm-0.32.0.dist-info"
+        installed.mkdir(parents=True)
+        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+        monkeypatch.syspath_prepend(str(installed.parent))
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        # Tells the engines apart, which see nothing else of it.
+        monkeypatch.setenv("VLLM_PORT", "5000")
+
+    def configured(self, count: int = 1, load: str = "", **hardware: Any) -> tuple[Config, Target]:
+        """A config for `count` engines, which execute `load` in the place of a load; NUMBER is the engine's there."""
+        self._monkeypatch.setenv("STUB_LOAD", load)
+        # Small batches, so that an engine takes two or three small shards at a time.
+        settings = {"batch_tokens": 32, "generate_slots": 4, **hardware}
+        return configured("llama", self.target, data_parallel_size=count, **settings)
