@@ -52,7 +52,7 @@ def stand_still(clock: ProgressClock, now: list[float], seconds: float) -> None:
         clock.check()
 
 
-def test_each_minute_without_progress_is_said_and_five_are_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_minute_without_progress_is_said_and_eight_are_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with ticking(Process()) as (clock, now), caplog.at_level("WARNING", "eagle3"):
         stand_still(clock, now, SAY_SECONDS - 1)
         assert caplog.messages == []
@@ -63,7 +63,7 @@ def test_each_minute_without_progress_is_said_and_five_are_the_end(caplog: pytes
         stand_still(clock, now, STALL_SECONDS - SAY_SECONDS - 2)
         assert len(caplog.messages) == STALL_SECONDS // SAY_SECONDS - 1
         with pytest.raises(
-            EngineError, match=r"no token and no byte for 5m00s, and no rank waits for a disk.*nvidia-smi"
+            EngineError, match=r"no token and no byte for 8m00s, and no rank waits for a disk.*nvidia-smi"
         ):
             stand_still(clock, now, 1)
 

@@ -143,12 +143,9 @@ class Recorder:
         self._filled: queue.Queue[Slot | None] = queue.Queue()
         self._pool = ThreadPoolExecutor(writers, thread_name_prefix="eagle3-write")
         self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=work, name=f"eagle3-{name}", daemon=True)
-            for name, work in (("match", self._drain), ("flush", self._flush))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._match = threading.Thread(target=self._drain, name="eagle3-match", daemon=True)
+        self._match.start()
+        threading.Thread(target=self._flush, name="eagle3-flush", daemon=True).start()
 
     def open(self, shard: dict[str, Any]) -> None:
         """Expects a shard's samples.
@@ -270,15 +267,13 @@ class Recorder:
             }
 
     def close(self) -> None:
-        """Waits for what is in flight and closes the files."""
+        """Waits for what is in flight, not for the disk to take it, and closes the files."""
         self._filled.put(None)
         self._closed.set()
-        for thread in self._threads:
-            thread.join()
+        self._match.join()
         self._pool.shutdown(wait=True)
         for shard in self._shards.values():
-            for descriptor in shard.descriptors.values():
-                os.close(descriptor)
+            self._close(shard)
         self._shards.clear()
         self._watch.close()
 
@@ -399,21 +394,28 @@ class Recorder:
 
     def _written(self, slot: Slot, runs: list[Run]) -> None:
         """All of a batch is in its files: the slot is free, and shards may be complete."""
+        rows, complete = slot.rows, []
         with self._lock:
-            self._counts["rows_written"] += slot.rows
             for run in runs:
                 shard = self._shards[run.sample.shard]
                 shard.rows_left -= run.count
                 if shard.rows_left == 0:
-                    self._finish(self._shards.pop(shard.key))
+                    complete.append(self._shards.pop(shard.key))
         self._free.put(slot)
+        for shard in complete:
+            self._close(shard)
+        # Together, since rows that are all written without their shards being complete are lost ones to whoever polls.
+        with self._lock:
+            self._counts["rows_written"] += rows
+            for shard in complete:
+                self._finished.append({"key": shard.key, "rejected": sorted(shard.rejected), "parts": shard.parts})
 
-    def _finish(self, shard: Shard) -> None:
-        """This rank's part of a shard is written; whoever completes the shard waits for the disk."""
+    def _close(self, shard: Shard) -> None:
+        """Closes a shard's files, which some network disks take for flushing them; completing it waits for the disk."""
         for layer_id, descriptor in shard.descriptors.items():
             with self._watch.doing("closing", shard.files[layer_id][0]):
                 os.close(descriptor)
-        self._finished.append({"key": shard.key, "rejected": sorted(shard.rejected), "parts": shard.parts})
+        shard.descriptors.clear()
 
     def _fail(self, error: BaseException, slot: Slot | None = None) -> None:
         """Keeps the first failure; the ring stops, so that the engine is never blocked by it."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SAY_SECONDS = 60.0
 # A write is at most 16 MB: a disk that needs longer for each of them is as good as gone. Below the ten minutes after
 # which NCCL ends ranks that wait for another one, and says nothing of a disk.
-STALL_SECONDS = 300.0
+STALL_SECONDS = 480.0
 # Between two looks at most this much counts: a process that was stopped for an hour has not waited for one.
 LOOK_SECONDS = 5.0
 
@@ -95,23 +95,27 @@ class ProgressClock:
             self._counters, self._looked, self._still, self._said = counters, self._clock(), 0.0, 0.0
 
     def check(self) -> None:
-        """Says each minute without progress what is waited for. EngineError after five, the engine is ended then."""
+        """As `say`; EngineError after eight minutes without progress, the engine is ended then."""
+        still = self.say()
+        if self._still >= STALL_SECONDS:
+            raise self._given_up(still)
+
+    def say(self) -> str:
+        """Says each minute without progress what is waited for; returns in words for how long."""
         now = self._clock()
         self._still += min(now - self._looked, LOOK_SECONDS)
         self._looked = now
-        if self._still < min(self._said + SAY_SECONDS, STALL_SECONDS):
-            return
-        self._said = self._still
-        self._hear()
-        waits = [
-            f"rank {rank} has been {what} {path} since {since}" for rank, (since, what, path) in self._waits.items()
-        ]
         still = f"no token and no byte for {duration(self._still)}"
-        log.warning(
-            "vllm: %s; %s", still, "; ".join(waits) or "no rank waits for a disk: the model itself stands still"
-        )
-        if self._still >= STALL_SECONDS:
-            raise self._given_up(still)
+        if self._still >= self._said + SAY_SECONDS:
+            self._said = self._still
+            self._hear()
+            named = [
+                f"rank {rank} has been {what} {path} since {when}" for rank, (when, what, path) in self._waits.items()
+            ]
+            log.warning(
+                "vllm: %s; %s", still, "; ".join(named) or "no rank waits for a disk: the model itself stands still"
+            )
+        return still
 
     def _hear(self) -> None:
         with suppress(BlockingIOError):
@@ -120,6 +124,7 @@ class ProgressClock:
                 self._waits[rank] = tuple(wait)
 
     def _given_up(self, still: str) -> EngineError:
+        self._hear()
         for rank, (since, what, path) in self._waits.items():
             self._process.close(gently=False)
             return EngineError(

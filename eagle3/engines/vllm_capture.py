@@ -187,7 +187,8 @@ class CaptureDriver:
             raise
         finally:
             if not self.process.broken:
-                ranks = self.process.call("eagle3_disarm", waiting=self._clock.check)
+                # What is in flight has no counter to tell a slow disk by, so this waits for as long as it takes.
+                ranks = self.process.call("eagle3_disarm", waiting=self._clock.say)
                 ended = time.monotonic()
                 self.report = {
                     "tokens": ranks[0]["rows_written"],

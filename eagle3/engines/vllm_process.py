@@ -92,11 +92,11 @@ class EngineProcess:
         """
         self._send(("submit", requests, first))
 
-    def call(self, method: str, *arguments: Any, waiting: Callable[[], None] | None = None) -> list[Any]:
+    def call(self, method: str, *arguments: Any, waiting: Callable[[], object] | None = None) -> list[Any]:
         """The answers of all workers to a method of the worker extension; `waiting` as in `ask`."""
         return self.ask("call", method, arguments, waiting=waiting)
 
-    def ask(self, *message: Any, waiting: Callable[[], None] | None = None) -> Any:
+    def ask(self, *message: Any, waiting: Callable[[], object] | None = None) -> Any:
         """The host's answer to a message of its protocol that has one; `waiting` is called each second until then."""
         self._send(message)
         while True:
