@@ -215,6 +215,23 @@ def test_shards_are_counted_with_rate_and_time_left(caplog: pytest.LogCaptureFix
     assert len(lines) == 16
 
 
+def test_a_load_that_is_silent_says_so_each_minute_with_its_last_line(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    watch = LoadWatch(None, {}, clock=lambda: clock[0])
+    with caplog.at_level("INFO", "eagle3"):
+        watch.feed("(Worker pid=7) INFO world_size=8 backend=nccl\n\n")
+        for _ in range(150):
+            clock[0] += 1
+            watch.feed("")
+        watch.feed("at last\n")
+        clock[0] += 59
+        watch.feed("")
+    assert caplog.messages == [
+        f"vllm: still loading, its log is silent for {time}; last line: (Worker pid=7) INFO world_size=8 backend=nccl"
+        for time in ("1m00s", "2m00s")
+    ]
+
+
 def test_the_first_exception_is_found_behind_prefixes_and_warnings() -> None:
     log = """\
 (Worker pid=7) WARNING 11-30 01:08:14 [import_utils.py:408] Traceback (most recent call last):

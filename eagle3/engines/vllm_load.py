@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from eagle3.weights import Weights
 
 SHARDS = re.compile(r"Loading [\w ]*checkpoint shards:.*?(\d+)/(\d+)")
-LINE_SECONDS = 10.0
+LINE_SECONDS, QUIET_SECONDS = 10.0, 60.0
 
 log = logging.getLogger("eagle3")
 
@@ -42,7 +42,8 @@ class LoadWatch:
         self._expected, self._clock, self._level = expected, clock, level
         self._tail = ""
         self._first: tuple[float, int] | None = None
-        self._said = clock()
+        self._said = self._heard = self._asked = clock()
+        self._last = "none"
         self._backends: dict[str, str] = {}
 
     def feed(self, text: str) -> None:
@@ -50,6 +51,7 @@ class LoadWatch:
         whole = self._tail + text
         lines = re.split(r"[\r\n]", whole)
         self._tail = lines[-1]
+        self._listen(text)
         for name, value in log_backends(whole).items():
             if self._backends.get(name) != value:
                 self._backends[name] = value
@@ -62,6 +64,20 @@ class LoadWatch:
         found = SHARDS.findall(whole)
         if found:
             self._progress(int(found[-1][0]), int(found[-1][1]))
+
+    def _listen(self, text: str) -> None:
+        """Says each minute that a load is silent, and after what: ranks that wait for each other say nothing."""
+        now = self._clock()
+        if text:
+            self._heard = self._asked = now
+            self._last = next(
+                (line.strip() for line in reversed(re.split(r"[\r\n]", text)) if line.strip()), self._last
+            )
+        elif now - self._asked >= QUIET_SECONDS:
+            self._asked, silent = now, duration(now - self._heard)
+            log.log(
+                self._level, "vllm: still loading, its log is silent for %s; last line: %s", silent, self._last[:200]
+            )
 
     def _progress(self, done: int, total: int) -> None:
         now = self._clock()
