@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -130,16 +130,23 @@ class Artifacts:
         return Artifact(kind, name, self.root / kind / name, identity)
 
     def resolve(
-        self, kind: str, given: str | None, expected: Artifact, make: str, field: str | None = None
+        self,
+        kind: str,
+        given: str | None,
+        expected: Callable[[], Artifact] | None,
+        make: str,
+        field: str | None = None,
     ) -> Artifact:
-        """The artifact to read: the id or folder that the user gave, else the one that the config leads to.
+        """The artifact to read: the id or folder that the user gave, else the `expected` one that the config leads to.
 
         RequestError when it is absent, half-written, broken or of another kind; `make` is the command that makes it,
         `field` where the user gave it (`inputs.KIND` unless said).
         """
-        artifact, where = expected, kind
         if given is not None:
             artifact, where = self._given(kind, given), f"{field or f'inputs.{kind}'}={given}"
+        else:
+            assert expected is not None
+            artifact, where = expected(), kind
         if artifact.complete:
             try:
                 manifest = artifact.manifest()

@@ -25,22 +25,10 @@ from omegaconf import OmegaConf
 from rich.console import Console, RenderableType
 
 from eagle3 import provenance
-from eagle3.artifacts import MANIFEST, Artifact, Artifacts, artifact_id, digest, fsync_folder, write_json
+from eagle3.artifacts import Artifact, Artifacts, digest, write_json
 from eagle3.config import Config
 from eagle3.errors import RequestError, disk_full
 from eagle3.progress import Advance, progress
-
-__all__ = [
-    "MANIFEST",
-    "Artifact",
-    "Artifacts",
-    "Run",
-    "artifact_id",
-    "config_hash",
-    "digest",
-    "fsync_folder",
-    "write_json",
-]
 
 FOLDER_VARIABLE = "EAGLE3_RUN_FOLDER"
 WIDTH = 140

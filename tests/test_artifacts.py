@@ -105,17 +105,17 @@ def test_a_broken_manifest_is_named(artifacts: Artifacts) -> None:
         with pytest.raises(StoreError, match=str(artifact.folder)):
             artifact.manifest()
         with pytest.raises(RequestError, match=str(artifact.folder)):
-            artifacts.resolve("prepared", None, artifact, "eagle3 stage=prepare")
+            artifacts.resolve("prepared", None, lambda: artifact, "eagle3 stage=prepare")
 
 
 def test_resolve_takes_lineage_an_id_or_a_folder(artifacts: Artifacts) -> None:
     first, second = made(artifacts), made(artifacts, identity={"a": 2})
-    assert artifacts.resolve("prepared", None, first, "make it") == first
-    assert artifacts.resolve("prepared", second.id, first, "make it").folder == second.folder
+    assert artifacts.resolve("prepared", None, lambda: first, "make it") == first
+    assert artifacts.resolve("prepared", second.id, lambda: first, "make it").folder == second.folder
     link = artifacts.root.parent / "prepared"
     link.symlink_to(second.folder)
     for given in (second.folder, link):
-        found = artifacts.resolve("prepared", str(given), first, "make it")
+        found = artifacts.resolve("prepared", str(given), lambda: first, "make it")
         assert (found.id, found.folder) == (second.id, second.folder)
 
 
@@ -123,28 +123,28 @@ def test_the_beginning_of_an_id_is_enough_when_only_one_fits(artifacts: Artifact
     first, second = made(artifacts), made(artifacts, identity={"a": 2})
     artifacts.begin(artifacts.of("prepared", {"a": 3}))
     for given in (first.id[:8], f"prepared/{first.id[:8]}"):  # the latter as stage=runs lists them
-        assert artifacts.resolve("prepared", given, second, "make it").folder == first.folder
+        assert artifacts.resolve("prepared", given, lambda: second, "make it").folder == first.folder
     for name in ("zz1", "zz2"):
         (artifacts.root / "prepared" / name).mkdir()
     with pytest.raises(RequestError, match=r"inputs\.prepared=zz: found nothing"):
-        artifacts.resolve("prepared", "zz", second, "make it")
+        artifacts.resolve("prepared", "zz", lambda: second, "make it")
 
 
 def test_resolve_names_the_command_that_makes_what_is_missing(artifacts: Artifacts, tmp_path: Path) -> None:
     absent = artifacts.of("prepared", {"a": 3})
     with pytest.raises(RequestError, match=r"prepared: found nothing at .*; run `eagle3 stage=prepare`"):
-        artifacts.resolve("prepared", None, absent, "eagle3 stage=prepare")
+        artifacts.resolve("prepared", None, lambda: absent, "eagle3 stage=prepare")
     artifacts.begin(absent)
     with pytest.raises(RequestError, match=r"is half-written.*; run `eagle3 stage=prepare` with the same settings to"):
-        artifacts.resolve("prepared", None, absent, "eagle3 stage=prepare")
+        artifacts.resolve("prepared", None, lambda: absent, "eagle3 stage=prepare")
     with pytest.raises(RequestError, match=r"inputs\.prepared=1234: found nothing"):
-        artifacts.resolve("prepared", "1234", absent, "eagle3 stage=prepare")
+        artifacts.resolve("prepared", "1234", lambda: absent, "eagle3 stage=prepare")
     states = made(artifacts, "states")
     with pytest.raises(RequestError, match="holds a states artifact, expected prepared"):
-        artifacts.resolve("prepared", str(states.folder), absent, "eagle3 stage=prepare")
+        artifacts.resolve("prepared", str(states.folder), lambda: absent, "eagle3 stage=prepare")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RequestError, match="a folder without a manifest"):
-        artifacts.resolve("prepared", str(tmp_path / "empty"), absent, "eagle3 stage=prepare")
+        artifacts.resolve("prepared", str(tmp_path / "empty"), lambda: absent, "eagle3 stage=prepare")
 
 
 HOLD = """

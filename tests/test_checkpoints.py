@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3 import checkpoints
+from eagle3 import checkpoints, training_job
+from eagle3.artifacts import Artifact, Artifacts
 from eagle3.checkpoints import AtomicCheckpointIO, checkpoint_to_resume, complete_checkpoints
 from eagle3.drafter import WEIGHTS
 from eagle3.errors import RequestError, StoreError
-from eagle3.runs import Artifact, Artifacts
 from eagle3.stages import train
 from tests.commands import eagle3
 from tests.trained import Killed, copied, make_inputs, recorded, train_config, train_words, trained
@@ -49,6 +49,10 @@ def undisturbed(inputs: Path, tiny_target: Path, tmp_path_factory: pytest.TempPa
 
 def killing(step: int) -> str:
     return f"+trainer.callbacks.kill={{_target_: tests.trained.KillAfter, step: {step}}}"
+
+
+def copying(step: int, folder: Path) -> str:
+    return f"+trainer.callbacks.copy={{_target_: tests.trained.CopyAt, step: {step}, folder: '{folder}'}}"
 
 
 def recording(path: Path) -> str:
@@ -137,7 +141,7 @@ def test_killed_between_the_last_step_and_the_artifact(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(train if moment == "save_drafter" else Artifacts, moment, die)
+        patch.setattr(training_job if moment == "save_drafter" else Artifacts, moment, die)
         with pytest.raises(Killed):
             trained(cfg)
     _, artifact, run = trained(cfg)
@@ -222,7 +226,7 @@ def test_s8_kill_in_the_middle_of_a_save(
     cfg = train_config(folder, tiny_target)
     artifacts = Artifacts(folder / "outputs/artifacts")
     with pytest.raises(RequestError, match="half-written"):
-        artifacts.resolve("drafter", None, train.drafter(cfg, artifacts), "make")
+        artifacts.resolve("drafter", None, lambda: train.drafter(cfg, artifacts), "make")
     metrics, artifact, _ = trained(cfg)
     assert "step-00000009.tmp: an unfinished checkpoint, ignored" in caplog.text
     assert caplog.text.count("an unfinished checkpoint") == 4, "what is left over goes with the next save"
@@ -400,26 +404,23 @@ def test_t16_a_leftover_is_used_or_dropped_as_configured_and_it_is_said(
 
 @pytest.mark.slow
 def test_t13_sharded_training_resumes(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
-    """Two ranks that each hold half of weights and moments; their checkpoints hold the whole."""
-    sharded = ("hardware.devices=2", "hardware.training_strategy=fsdp2")
+    """Two ranks that each hold half of weights and moments; their checkpoints hold the whole. What a kill at step 7
+    would leave is copied while the undisturbed run works."""
+    left = tmp_path / "left"
+    sharded = ("hardware.devices=2", "hardware.training_strategy=fsdp2", copying(7, left))
 
-    def train_in(name: str, *overrides: str) -> tuple[Path, int]:
-        folder = tmp_path / name
-        if not folder.exists():
-            copied(inputs, folder)
+    def train_in(folder: Path) -> Path:
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        command = eagle3(*train_words(folder, tiny_target, *sharded, *overrides), "stage=train", cwd=folder, env=env)
-        return folder / "outputs/artifacts/drafter", command.returncode
+        done = eagle3(*train_words(folder, tiny_target, *sharded), "stage=train", cwd=folder, env=env)
+        assert done.returncode == 0, done.stderr
+        (drafter,) = (path for path in (folder / "outputs/artifacts/drafter").iterdir() if path.is_dir())
+        return drafter
 
-    whole, code = train_in("whole")
-    assert code == 0
-    killed, code = train_in("killed", killing(7))
-    assert code != 0
-    (wanted,) = (path for path in whole.iterdir() if path.is_dir())
-    (partial,) = killed.glob("*.partial")
-    assert [checkpoint.step for checkpoint in complete_checkpoints(partial / "checkpoints")] == [3, 6]
-    partial.rename(killed / f"{wanted.name}.partial")
-    assert train_in("killed")[1] == 0
-    assert_equal_artifacts(
-        Artifact("drafter", wanted.name, killed / wanted.name), Artifact("drafter", wanted.name, wanted)
-    )
+    whole = train_in(copied(inputs, tmp_path / "whole"))
+    assert [checkpoint.step for checkpoint in complete_checkpoints(left / "checkpoints")] == [3, 6]
+    killed = copied(inputs, tmp_path / "killed")
+    shutil.copytree(left, killed / "outputs/artifacts/drafter" / f"{whole.name}.partial")
+    resumed = train_in(killed)
+    (log,) = killed.glob("outputs/runs/*/*-train-*/run.log")
+    assert f"resuming {whole.name} at step 6" in log.read_text()
+    assert_equal_artifacts(Artifact("drafter", whole.name, resumed), Artifact("drafter", whole.name, whole))

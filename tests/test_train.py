@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from eagle3.artifacts import Artifact, Artifacts
 from eagle3.batches import PackedBatch, PackedDataModule
 from eagle3.config import Config
 from eagle3.drafter import WEIGHTS, DrafterShape
 from eagle3.errors import RequestError
-from eagle3.runs import Artifact, Artifacts
 from eagle3.stages import train
 from eagle3.trackers import IDENTITY
 from tests.commands import eagle3
@@ -46,6 +48,11 @@ def done(
     """One run to look at: its config, metrics, artifact and run."""
     cfg = train_config(copied(inputs, tmp_path_factory.mktemp("done")), tiny_target)
     return (cfg, *trained(cfg))
+
+
+def test_whoever_only_asks_for_a_drafter_does_not_wait_for_lightning() -> None:
+    words = "import sys, eagle3.stages.evaluate, eagle3.stages.export; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 0
 
 
 def test_metrics_have_the_names_that_are_promised(done: tuple[Config, Any, Artifact, Any]) -> None:

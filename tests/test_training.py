@@ -16,15 +16,16 @@ from lightning.pytorch import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from eagle3.artifacts import Artifact, Artifacts
+from eagle3.batches import PackedDataModule
 from eagle3.blueprint import new_drafter, state_scales
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, DrafterConfig, TrainerConfig
 from eagle3.drafter import WEIGHTS, load_drafter
 from eagle3.errors import RequestError, StageFailed
 from eagle3.loss import UnrollLoss
-from eagle3.runs import Artifact, Artifacts
 from eagle3.slots import spans
-from eagle3.stages import extract, train
+from eagle3.stages import extract
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 from eagle3.training import DrafterTraining, Tally, learning_rate_factor
@@ -114,7 +115,7 @@ def test_accumulated_step_equals_the_big_batch(inputs: Path, tiny_target: Path, 
     found = torch.load(tmp_path / "grads.pt")
     prepared, store, target = opened(cfg)
     drafter, vocab = new_drafter(cfg.drafter, target, prepared, (1, 3, 4), cfg.seed, state_scales(store, (1, 3, 4)))
-    data = train.PackedDataModule(
+    data = PackedDataModule(
         prepared, store, (1, 3, 4), vocab.t2d.numpy(), 3, "exact", 160, epochs=50, max_steps=1, accumulate=4
     )
     documents = [stored(data, int(row)) for row in data.train_rows[data.plan.step_documents(0)]]
@@ -235,7 +236,7 @@ def test_v4_simulated_acceptance_is_that_of_real_drafting(inputs: Path, tiny_tar
     metrics, artifact, _ = trained(cfg)
     prepared, store, target = opened(cfg)
     drafter = load_drafter(artifact.folder, target.embedding())
-    data = train.PackedDataModule(prepared, store, (1, 3, 4), drafter.t2d.numpy(), 3, "exact", 160, epochs=1)
+    data = PackedDataModule(prepared, store, (1, 3, 4), drafter.t2d.numpy(), 3, "exact", 160, epochs=1)
     with torch.no_grad():
         for k in (1, 2, 3):
             walks = [drafted(drafter, stored(data, int(row)), k) for row in data.validation_rows]

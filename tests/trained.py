@@ -11,8 +11,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from eagle3.artifacts import Artifact
+from eagle3.checkpoints import Checkpoints
 from eagle3.config import Config
-from eagle3.runs import Artifact, Run
+from eagle3.runs import Run
 from eagle3.stages import train
 from tests.stages import configure, run_stage
 
@@ -112,6 +114,18 @@ class KillAfter(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             raise Killed
+
+
+class CopyAt(Callback):
+    """Copies what lies on the disk right after optimizer step `step` into `folder`, unless that is there."""
+
+    def __init__(self, step: int, folder: str) -> None:
+        self.step, self.folder = step, Path(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and trainer.is_global_zero and not self.folder.exists():
+            (checkpoints,) = (callback for callback in trainer.callbacks if isinstance(callback, Checkpoints))
+            shutil.copytree(checkpoints.folder.parent, self.folder)
 
 
 class Recorder(Callback):

@@ -15,6 +15,7 @@ from typing import Any
 
 import eagle3
 from eagle3 import served_evaluation
+from eagle3.artifacts import Artifact, Artifacts, write_json
 from eagle3.assets import cache_folder
 from eagle3.benchmarks import PromptSet, prompt_sets, token_prompts
 from eagle3.bigram import BigramChain, count_successors
@@ -39,7 +40,7 @@ from eagle3.evaluation import (
 )
 from eagle3.model_card import add_measurement
 from eagle3.published import import_drafter
-from eagle3.runs import Artifact, Artifacts, Run, write_json
+from eagle3.runs import Run
 from eagle3.stages import export, extract
 from eagle3.tokens import Prepared, stop_ids
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from eagle3 import layers, servers
+from eagle3.artifacts import MANIFEST, Artifact, Artifacts
 from eagle3.blueprint import drafter_shape
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
@@ -18,7 +19,7 @@ from eagle3.errors import RequestError
 from eagle3.export import export_drafter
 from eagle3.model_card import CARD, card_facts, model_card
 from eagle3.published import CONFIG
-from eagle3.runs import MANIFEST, Artifact, Artifacts, Run
+from eagle3.runs import Run
 from eagle3.stages import train
 from eagle3.weights import read_json
 
@@ -40,16 +41,13 @@ def given(cfg: Config, artifacts: Artifacts) -> tuple[Artifact, dict[str, Any]]:
         folder = Path(named).expanduser().resolve()
         if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
             return Artifact("export", folder.name, folder), {}
-    expected = exported(cfg, artifacts) if named is None else Artifact("export", named, artifacts.root)
-    artifact = artifacts.resolve("export", named, expected, MAKE)
+    artifact = artifacts.resolve("export", named, lambda: exported(cfg, artifacts), MAKE)
     return artifact, artifact.manifest()
 
 
 def trained(cfg: Config, artifacts: Artifacts) -> Artifact:
     """The drafter artifact to export."""
-    given = cfg.inputs.drafter
-    expected = train.drafter(cfg, artifacts) if given is None else Artifact("drafter", given, artifacts.root)
-    return artifacts.resolve("drafter", given, expected, "eagle3 stage=train")
+    return artifacts.resolve("drafter", cfg.inputs.drafter, lambda: train.drafter(cfg, artifacts), train.MAKE)
 
 
 def check_config(cfg: Config) -> None:

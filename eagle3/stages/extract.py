@@ -39,8 +39,7 @@ def states(cfg: Config, artifacts: Artifacts) -> Artifact:
 def source(cfg: Config, artifacts: Artifacts) -> Artifact:
     """The prepared set to capture."""
     given = cfg.inputs.prepared
-    expected = prepare.prepared(cfg, artifacts) if given is None else Artifact("prepared", given, artifacts.root)
-    return artifacts.resolve("prepared", given, expected, "eagle3 stage=prepare")
+    return artifacts.resolve("prepared", given, lambda: prepare.prepared(cfg, artifacts), prepare.MAKE)
 
 
 def _states(cfg: Config, artifacts: Artifacts, target: Target, prepared: Artifact) -> Artifact:

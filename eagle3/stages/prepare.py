@@ -82,7 +82,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if given is None:
         artifact = _prepared(cfg, run.artifacts, target)
     else:
-        artifact = run.artifacts.resolve("prepared", given, Artifact("prepared", given, run.artifacts.root), MAKE)
+        artifact = run.artifacts.resolve("prepared", given, None, MAKE)
     if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
         run.log.info("prepare: hit, %s", artifact.folder)
         run.wrote(artifact)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from eagle3.agreement import FORECAST_SHARE, CheckedPrompt, faults, find_served_difference, summarize, table
+from eagle3.artifacts import write_json
 from eagle3.assets import cache_folder
 from eagle3.benchmarks import prompt_sets, token_prompts
 from eagle3.checkpoint import Target, open_target
@@ -29,7 +30,7 @@ from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import Difference
 from eagle3.model_card import add_measurement
 from eagle3.published import import_drafter
-from eagle3.runs import Run, write_json
+from eagle3.runs import Run
 from eagle3.stages import export, extract
 from eagle3.tokens import Prepared, Sample, stop_ids
 

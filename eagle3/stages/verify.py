@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle3.artifacts import Artifact
 from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.errors import StoreError
 from eagle3.runs import Run
-from eagle3.stages import extract
+from eagle3.stages import extract, prepare
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared
 
@@ -19,14 +18,13 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
     Raises StoreError that names damaged files, RequestError when the states belong to other samples or another target.
     """
-    given = cfg.inputs.states
-    expected = extract.states(cfg, run.artifacts) if given is None else Artifact("states", given, run.artifacts.root)
-    artifact = run.read(run.artifacts.resolve("states", given, expected, extract.MAKE))
+    states = run.artifacts.resolve(
+        "states", cfg.inputs.states, lambda: extract.states(cfg, run.artifacts), extract.MAKE
+    )
+    artifact = run.read(states)
     manifest = artifact.manifest()
     prepared_id = cfg.inputs.prepared or str(manifest["prepared"])
-    prepared_artifact = run.artifacts.resolve(
-        "prepared", prepared_id, Artifact("prepared", prepared_id, run.artifacts.root), "eagle3 stage=prepare"
-    )
+    prepared_artifact = run.artifacts.resolve("prepared", prepared_id, None, prepare.MAKE)
     prepared = Prepared.open(run.read(prepared_artifact).folder)
     target = open_target(cfg)
     capture = extract.plan_capture(cfg, target, prepared, artifact, manifest["layer_ids"])

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from eagle3.artifacts import Artifacts
 from eagle3.assets import cache_folder
 from eagle3.batches import PackedDataModule
 from eagle3.benchmarks import prompt_sets, token_prompts
@@ -38,7 +39,6 @@ from eagle3.decoding import Acceptance, DrafterChain, LiveTarget, Recorder, deco
 from eagle3.engines import open_engine
 from eagle3.engines.transformers import TransformersEngine
 from eagle3.published import read_drafter
-from eagle3.runs import Artifacts
 from eagle3.stages import extract, train
 from eagle3.store import StatesStore
 from eagle3.tokens import Prepared, stop_ids

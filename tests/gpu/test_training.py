@@ -123,7 +123,7 @@ def test_states_of_the_gpus_engine_are_the_cpus(inputs: Path, target: Path, tmp_
     """The transformers engine captures on a GPU too."""
     import shutil
 
-    from eagle3.runs import Artifacts
+    from eagle3.artifacts import Artifacts
     from eagle3.store import StatesStore
 
     folder = copied(inputs, tmp_path)
