@@ -7,6 +7,7 @@ where evaluations leave what they measured. So a card can be written again when 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ SERVE = {
         "--speculative-num-draft-tokens {tokens}"
     ),
 }
+
+# Overrides of an evaluation that needs no prepared set: the one that a card's reader can run.
+WITHOUT_DATA = "'evaluate.sets=[mt_bench,human_eval,gsm8k]' 'evaluate.baselines=[untrained]'"
 
 
 def card_facts(
@@ -64,11 +68,20 @@ def card_facts(
     return facts
 
 
+def override(field: str, value: str) -> str:
+    """An override as one types it into a shell, whatever is in its value."""
+    if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
+        return f"{field}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{field}="{escaped}"')
+
+
 def model_card(manifest: Mapping[str, Any], folder: Path) -> str:
     """The text, from an export's manifest (`card`, `engine`, `measured`) and the folder where it will lie."""
     card, engine = manifest["card"], manifest["engine"]
     model, k = shlex.quote(card["model"]), card["k"]
-    speculative = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": k})
+    settings = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k}
+    speculative = json.dumps(settings, ensure_ascii=False)
     words = {"model": model, "folder": shlex.quote(str(folder)), "k": k, "tokens": k + 1}
     if engine in SERVE:
         command = SERVE[engine].format(**words, speculative=shlex.quote(speculative))
@@ -89,7 +102,7 @@ A speculative-decoding drafter trained with eagle3. {embedding}
 
 Measure it with its target, on the CPU or a GPU:
 
-    eagle3 stage=evaluate {card["choice"]} inputs.export={words["folder"]}
+    eagle3 stage=evaluate {card["choice"]} {override("inputs.export", str(folder))} {WITHOUT_DATA}
 """
 
 

@@ -7,12 +7,15 @@ import importlib.util
 import json
 import logging
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from eagle3 import cli
 from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.decoding import Decoded
@@ -116,6 +119,33 @@ def test_export_writes_a_folder_with_card_and_manifest_once(cfg: Config, tiny_ta
     again, _ = run_stage("export", cfg)
     assert again == metrics
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_cards_commands_run_from_any_folder(
+    cfg: Config, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A target named by a relative path, an output folder that Hydra and a shell read only in quotes."""
+    monkeypatch.chdir(tiny_target.parent)
+    cfg = dataclasses.replace(change(cfg, "model", path=tiny_target.name), output_dir=str(tmp_path / "my ö outputs"))
+    folder = Path(run_stage("export", cfg)[0]["folder"])
+    lines = (folder / "README.md").read_text().split("\n    ")
+    serve = shlex.split(next(line for line in lines if line.startswith("vllm serve")))
+    assert Path(serve[2]) == tiny_target
+    assert json.loads(serve[4])["model"] == str(folder)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    measure = next(line for line in lines if line.startswith("eagle3 stage=evaluate"))
+    words = [*shlex.split(measure), f"evaluate.sets=[{tmp_path / 'asked.jsonl'}]", "evaluate.max_new_tokens=4"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert cli.command() == 0, capsys.readouterr().err
+    assert "Texts with and without the drafter are identical" in capsys.readouterr().out
+
+
+def test_an_evaluation_without_the_training_data_says_what_to_leave_out(cfg: Config) -> None:
+    words = r"^prepared: found nothing.*eagle3 stage=prepare.*or leave out .*heldout in evaluate\.sets and bigram"
+    with pytest.raises(RequestError, match=words):
+        run_stage("evaluate", change(cfg, "evaluate", baselines=["bigram"]))
 
 
 def test_s8_a_half_written_drafter_is_refused(cfg: Config, tmp_path: Path) -> None:

@@ -138,7 +138,13 @@ class _Training:
 
     @cached_property
     def prepared(self) -> Prepared:
-        artifact = extract.source(self._cfg, self._run.artifacts)
+        try:
+            artifact = extract.source(self._cfg, self._run.artifacts)
+        except RequestError as error:
+            raise RequestError(
+                f"{error}, or leave out what is measured with it: the set heldout in evaluate.sets and bigram in "
+                "evaluate.baselines"
+            ) from None
         self._run.read(artifact)
         return Prepared.open(artifact.folder)
 

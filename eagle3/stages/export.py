@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from eagle3.drafter import DrafterShape, load_drafter
 from eagle3.drafter_forms import SPECULATORS
 from eagle3.errors import RequestError
 from eagle3.export import export_drafter
-from eagle3.model_card import CARD, card_facts, model_card
+from eagle3.model_card import CARD, card_facts, model_card, override
 from eagle3.published import CONFIG
 from eagle3.runs import Run
 from eagle3.stages import train
@@ -91,7 +90,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         dtype,
         cfg.export.target,
         cfg.export.engine_version,
-        verifier=cfg.model.path,
+        verifier=_served(target),
         k=cfg.evaluate.k,
     )
     metrics = {"folder": str(artifact.folder), "checks": checks}
@@ -134,7 +133,7 @@ def _exported(cfg: Config, artifacts: Artifacts, source: Artifact) -> Artifact:
     }
     if cfg.export.target == SPECULATORS:
         # Its config.json names the target's checkpoint and a number of drafts.
-        identity |= {"verifier": cfg.model.path, "k": cfg.evaluate.k}
+        identity |= {"verifier": _anywhere(cfg.model.path), "k": cfg.evaluate.k}
     return artifacts.of("export", identity)
 
 
@@ -156,7 +155,6 @@ def _card(
 ) -> dict[str, Any]:
     """What the model card is written from, as plain values."""
     manifest = source.manifest()
-    packaged = cfg.model.path.startswith("asset:")
     revision = cfg.model.revision
     lineage = [str(name) for name in manifest.get("made_from", [])]
     prepared = next((artifacts.root / name / MANIFEST for name in lineage if name.startswith("prepared/")), None)
@@ -171,6 +169,26 @@ def _card(
             checks["rounding"],
         ),
     }
-    choice = f"model={cfg.model.name}" + ("" if packaged else f" model.path={shlex.quote(cfg.model.path)}")
-    model = str(target.folder) if packaged else cfg.model.path
-    return {"title": cfg.model.name, "model": model, "choice": choice, "k": cfg.evaluate.k, "facts": facts}
+    model = cfg.model
+    packaged = model.path.startswith("asset:")
+    settings = {
+        "path": None if packaged else _anywhere(model.path),
+        "revision": revision,
+        "tokenizer": model.tokenizer and _anywhere(model.tokenizer),
+        "chat_template": model.chat_template and _anywhere(model.chat_template),
+    }
+    words = [override(f"model.{name}", value) for name, value in settings.items() if value]
+    choice = " ".join([f"model={model.name}", *words])
+    return {"title": model.name, "model": _served(target), "choice": choice, "k": cfg.evaluate.k, "facts": facts}
+
+
+def _served(target: Target) -> str:
+    """The target as a server takes it: its hub id, or the folder of its checkpoint."""
+    path = target.model.path
+    return str(target.folder) if path.startswith("asset:") else _anywhere(path)
+
+
+def _anywhere(path: str) -> str:
+    """A file or folder as it is found from any working directory; a hub id or `asset:` name as it is."""
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() else path
