@@ -186,7 +186,7 @@ def test_an_engine_that_dies_ends_the_others_within_seconds(opened: Callable[...
         assert f"last lines of {tmp_path / '2-'}{message[7]}.log:" in message
         alive = [engine._process._process.poll() is None for engine in engines.engines]
         assert alive == [False, False]
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     samples[60].input_ids[-1] = samples[70].input_ids[-1] = 5
     with opened(1) as engine:
         assert not isinstance(engine, VllmEngines)
@@ -202,7 +202,7 @@ def test_ctrl_c_ends_all_engines_at_once(opened: Callable[..., Any], tmp_path: P
         interrupt_after(1.0)
         with pytest.raises(KeyboardInterrupt):
             run(capture, engines, samples)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_whoever_reads_may_break_off(opened: Callable[..., Any], tmp_path: Path) -> None:
@@ -215,15 +215,15 @@ def test_whoever_reads_may_break_off(opened: Callable[..., Any], tmp_path: Path)
         pytest.raises(StageFailed, match=r"1 samples could not be captured \(longer_than_engine 1"),
     ):
         run(capture, engines, samples)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_all_load_at_the_same_time_and_one_speaks(
     opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = time.monotonic()
-    with caplog.at_level("DEBUG", "eagle3"), opened(3, "time.sleep(3)"):
-        assert time.monotonic() - started < 8
+    with caplog.at_level("DEBUG", "eagle3"), opened(3, "time.sleep(6)"):
+        assert time.monotonic() - started < 17
     lines = [(record.levelname, record.message) for record in caplog.records if "vllm" in record.message]
     said = [message for level, message in lines if level == "INFO"]
     assert [message for message in said if "engines loaded" in message] == [
@@ -241,7 +241,7 @@ def test_one_that_does_not_load_ends_the_loads_of_the_others(opened: Callable[..
     load = "print('no GPU left', flush=True) or os._exit(3) if NUMBER == 1 else time.sleep(600 * NUMBER)"
     with pytest.raises(EngineError, match=r"^engine-1 of 3: vllm: the engine's process exited with 3[\s\S]*no GPU"):
         opened(3, load)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_ctrl_c_while_they_load_ends_them_all(opened: Callable[..., Any]) -> None:
@@ -249,7 +249,7 @@ def test_ctrl_c_while_they_load_ends_them_all(opened: Callable[..., Any]) -> Non
     interrupt_after(2.0)
     with pytest.raises(KeyboardInterrupt):
         opened(2, "time.sleep(600)")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_answers_do_not_depend_on_the_number_of_engines(opened: Callable[..., Any], tmp_path: Path) -> None:
