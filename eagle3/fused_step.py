@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
 from eagle3.compute_weights import ComputeWeights, product_of_rows_
-from eagle3.drafter import Eagle3Drafter
+from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.latent_attention import LatentAttention
 from eagle3.linear_loss import CHUNK_BYTES, DraftTeacher, Mix, stacked_loss
 from eagle3.loss import UnrollLoss
@@ -119,18 +119,26 @@ class FusedStep:
 # Latent heads' widths (without position, with it, values) whose kernels ran on a GPU in bf16: DeepSeek's and Kimi's.
 # Narrower ones and fp32 have not run there since `operands.padded_widths` went round a fault of the assembler.
 LATENT_WIDTHS = (128, 64, 128)
+DENSE_WIDTH = 128  # of a head, at most: the backward kernel's tiles of wider ones pass Hopper's 227 KB of shared memory
 
 
 def fits(drafter: Eagle3Drafter, dtype: torch.dtype) -> bool:
     """Whether `FusedStep` can train this drafter on its GPU, computing in `dtype`: with Triton, weights in fp32.
 
-    A latent drafter of other widths than `LATENT_WIDTHS`, or one that computes in fp32, takes the plain path.
+    A drafter whose heads the kernels do not take goes the plain path.
     """
     weight, shape = drafter.fc.weight, drafter.shape
     plain = type(weight.data) in (Tensor, DTensor) and weight.dtype == torch.float32
+    return plain and heads_fit(shape, dtype) and shape.hidden_act == "silu" and find_spec("triton") is not None
+
+
+def heads_fit(shape: DrafterShape, dtype: torch.dtype) -> bool:
+    """Whether attention's kernels take heads of these widths in `dtype`: dense ones up to `DENSE_WIDTH`, and latent
+    ones of `LATENT_WIDTHS` in bf16."""
+    if shape.attention == "dense":
+        return shape.head_dim <= DENSE_WIDTH
     widths = (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim)
-    heads = shape.attention == "dense" or (dtype == torch.bfloat16 and widths == LATENT_WIDTHS)
-    return plain and heads and shape.hidden_act == "silu" and find_spec("triton") is not None
+    return dtype == torch.bfloat16 and widths == LATENT_WIDTHS
 
 
 def _normed(states: Tensor, norm: Any) -> Tensor:

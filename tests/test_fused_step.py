@@ -1,0 +1,32 @@
+"""Which drafters take the fused step; what it computes is tested by test_unroll and, on a GPU, tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle3.fused_step import heads_fit
+from tests.drafters import make_shape
+
+
+def latent(nope: int, rope: int, value: int) -> dict[str, object]:
+    """A latent drafter's widths."""
+    widths = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value, "head_dim": nope + rope}
+    return {"attention": "mla", "q_lora_rank": 7, "kv_lora_rank": 9, **widths}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fp32", "bf16"),
+    [
+        ({"head_dim": 64}, True, True),
+        ({"head_dim": 128}, True, True),
+        ({"head_dim": 192}, False, False),
+        ({"head_dim": 256}, False, False),
+        (latent(128, 64, 128), False, True),
+        (latent(32, 16, 32), False, False),
+    ],
+)
+def test_heads_whose_kernels_a_gpu_can_run_take_them(sizes: dict[str, object], fp32: bool, bf16: bool) -> None:
+    shape = make_shape(**sizes)
+    assert heads_fit(shape, torch.float32) is fp32
+    assert heads_fit(shape, torch.bfloat16) is bf16
