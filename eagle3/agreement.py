@@ -7,7 +7,6 @@ shows here and nowhere else.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,7 +70,7 @@ class CheckedPrompt:
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": len(self.token_ids),
             "identical": difference is None,
-            "difference": None if difference is None else {**dataclasses.asdict(difference), "tie": difference.tie},
+            "difference": difference and difference.record(),
             "reached_server": list(self.server.reached),
             "reached_ours": list(self.ours.reached),
         }

@@ -35,7 +35,7 @@ from eagle3.errors import EngineError
 from eagle3.evaluation import loops
 from eagle3.prompts import Conversation, Message
 from eagle3.rendering import Template, Unrenderable
-from eagle3.tokens import Tokens, template_prompt_ids
+from eagle3.tokens import Tokens, prompt_ids
 
 # Slots refill within a batch and drain at its end, so a batch is several times the slots; a kill costs one batch.
 BATCH_PER_SLOT = 3
@@ -100,7 +100,7 @@ class Dialogue:
         """The prompt of the next turn; None, with `problem` set, when it cannot be asked."""
         self.messages.append(self.users[self.turn])
         try:
-            ids = template_prompt_ids(template, self.messages)
+            ids = prompt_ids(template, self.messages)
         except Unrenderable as problem:
             self.problem = str(problem)
             return None

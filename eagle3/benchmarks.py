@@ -20,6 +20,7 @@ from eagle3.config import Config, SourceConfig
 from eagle3.engines import Prompt
 from eagle3.errors import RequestError
 from eagle3.prompts import Conversation, Message, read_source
+from eagle3.rendering import Template
 from eagle3.tokens import prompt_ids
 
 log = logging.getLogger("eagle3")
@@ -93,9 +94,9 @@ def token_prompts(
     prompts: PromptSet, tokenizer: Any, adapter: Adapter, max_new_tokens: int, longest: int
 ) -> list[Prompt]:
     """The set's prompts as token ids; those of more than `longest` tokens are left out with a warning."""
-    found = []
+    template, found = Template(tokenizer, adapter), []
     for prompt in prompts.prompts:
-        ids = prompt_ids(tokenizer, adapter, prompt.messages)
+        ids = prompt_ids(template, prompt.messages)
         if len(ids) <= longest:
             found.append(Prompt(prompt.key, ids, max_new_tokens))
         else:

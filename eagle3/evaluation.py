@@ -58,7 +58,12 @@ class Difference:
 
     @property
     def tie(self) -> bool:
+        """Whether rounding explains it."""
         return self.margin <= self.tolerance
+
+    def record(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "tie": self.tie}
 
     def __str__(self) -> str:
         return (
@@ -126,7 +131,7 @@ class PromptResult:
             "finish": self.plain.finish,
             "looping": self.looping,
             "identical": difference is None,
-            "difference": None if difference is None else {**dataclasses.asdict(difference), "tie": difference.tie},
+            "difference": difference and difference.record(),
             "seconds": self.speculative.seconds,
             "seconds_plain": self.plain.seconds,
             "acceptance_length": {name: counts.acceptance_length for name, counts in self.acceptance.items()},

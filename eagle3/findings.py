@@ -170,7 +170,7 @@ class Findings:
         """The fields that the sweep varies over at least three numbers, each with its value for every selection."""
         found: dict[str, list[tuple[float, Selection]]] = {}
         for key in self.varied:
-            points = [(_as_number(_given(s.jobs[0]).get(key)), s) for s in self.measured]
+            points = [(_as_number(s.jobs[0].given.get(key)), s) for s in self.measured]
             known = [(value, selection) for value, selection in points if value is not None]
             if key != "seed" and len({value for value, _ in known}) >= 3:
                 found[key] = known
@@ -245,7 +245,7 @@ def read_findings(folder: Path) -> Findings:
     measure = "acceptance_length"
     if all(job.headline(measure) is None for job in jobs):
         measure = "simulated_acceptance_length"
-    every = _varied([_given(job) for job in jobs])
+    every = _varied([job.given for job in jobs])
     varied = [key for key in every if key != "seed"]
     groups: dict[str, list[Record]] = {}
     for job in jobs:
@@ -256,12 +256,8 @@ def read_findings(folder: Path) -> Findings:
     return Findings(folder, jobs, selections, measure, every)
 
 
-def _given(job: Record) -> dict[str, str]:
-    return dict(o.lstrip("+").split("=", 1) for o in job.overrides if "=" in o)
-
-
 def _seed(job: Record) -> str:
-    return _given(job).get("seed", str(job.config.get("seed", 0)))
+    return job.given.get("seed", str(job.config.get("seed", 0)))
 
 
 def _varied(given: Sequence[Mapping[str, str]]) -> list[str]:
@@ -271,7 +267,7 @@ def _varied(given: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _label(job: Record, varied: Sequence[str]) -> str:
-    given = _given(job)
+    given = job.given
     if not varied:
         return job.layers or "all jobs"
     if len(varied) == 1:

@@ -126,9 +126,14 @@ class Record:
         return None if drafter is None else read_json(drafter / "manifest.json").get("layer_ids")
 
     @property
+    def given(self) -> dict[str, str]:
+        """What its overrides set, by field or group, as they were written."""
+        return dict(o.lstrip("+").split("=", 1) for o in self.overrides if "=" in o)
+
+    @property
     def layers(self) -> str:
         """The layers as the command line or the configuration named them."""
-        given = dict(o.lstrip("+").split("=", 1) for o in self.overrides if "=" in o)
+        given = self.given
         used = self.config.get("layers") or {}
         return given.get("layers.ids") or given.get("layers") or str(used.get("ids") or used.get("name", ""))
 

@@ -181,7 +181,7 @@ def record(point: Point, key: str, tokenizer: Any) -> dict[str, Any]:
         "new_tokens": len(text.token_ids),
         "finish": text.finish,
         "identical": text.token_ids == plain.token_ids,
-        "difference": None if difference is None else {**dataclasses.asdict(difference), "tie": difference.tie},
+        "difference": difference and difference.record(),
         "text": tokenizer.decode(text.token_ids),
     }
 

@@ -38,7 +38,7 @@ def rows(folder: Path, index: Index) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "job": name,
             "status": record.status,
-            "layers": record.layers if record.status != "waiting" else _given(overrides).get("layers", ""),
+            "layers": record.layers,
             "layer_ids": record.layer_ids,
             **{headline: record.headline(headline) for headline in HEADLINES},
             "seconds": record.result.get("seconds"),
@@ -46,7 +46,7 @@ def rows(folder: Path, index: Index) -> list[dict[str, Any]]:
             "folder": str(record.folder),
             "error": record.result.get("error"),
         }
-        row |= {key: value for key, value in _given(overrides).items() if key not in row}
+        row |= {key: value for key, value in record.given.items() if key not in row}
         found.append(row | {key: value for key, value in _flat(record.metrics).items() if key not in row})
     return found
 
@@ -62,10 +62,6 @@ def write(folder: Path, index: Index) -> list[dict[str, Any]]:
         writer.writerows({key: _cell(value) for key, value in row.items()} for row in found)
     os.replace(temporary, folder / FILE)
     return found
-
-
-def _given(overrides: Sequence[str]) -> dict[str, str]:
-    return dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
 
 
 def _cell(value: Any) -> Any:

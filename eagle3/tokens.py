@@ -93,20 +93,18 @@ def _tokens(template: Template, messages: Sequence[Message], last_only: bool) ->
     return Tokens(np.asarray(input_ids, dtype=np.int32), loss_mask)
 
 
-def prompt_ids(tokenizer: Any, adapter: Adapter, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(template: Template, messages: Sequence[Message]) -> list[int]:
     """The ids that a server continues for these messages: their render with the generation prompt."""
-    return template_prompt_ids(Template(tokenizer, adapter), messages)
-
-
-def template_prompt_ids(template: Template, messages: Sequence[Message]) -> list[int]:
-    """`prompt_ids` for a template at hand."""
     return encode(template.tokenizer, template.text(messages, generation_prompt=True))
 
 
-def stop_ids(tokenizer: Any, adapter: Adapter) -> list[int]:
-    """Ids that end an assistant turn: EOS, the family's turn ends, and the token that the template puts there."""
+def stop_ids(tokenizer: Any, adapter: Adapter, eos_token_ids: Sequence[int] = ()) -> list[int]:
+    """Ids that end an assistant turn: EOS, the family's turn ends, and the token that the template puts there.
+
+    `eos_token_ids` are those that the checkpoint's configs name (`Target.shape`).
+    """
     template = Template(tokenizer, adapter)
-    found = {tokenizer.eos_token_id} - {None}
+    found = {tokenizer.eos_token_id, *eos_token_ids} - {None}
     vocabulary = tokenizer.get_vocab()
     found |= {vocabulary[token] for token in adapter.turn_ends if token in vocabulary}
     last = next(token for token in reversed(_probe(template)) if token.loss_mask.any())
@@ -191,11 +189,6 @@ class Prepared:
     def special_ids(self) -> list[int]:
         """Ids that every draft vocabulary holds."""
         return list(self.manifest["special_ids"])
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Ids that end an assistant turn."""
-        return list(self.manifest["stop_ids"])
 
     @property
     def vocab_size(self) -> int:

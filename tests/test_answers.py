@@ -79,7 +79,7 @@ def test_samples_are_what_the_model_itself_generates(tiny_target: Path, tmp_path
         messages: list[Message] = []
         for message in chat.messages:
             messages.append(message)
-            prompt = prompt_ids(tokenizer, LlamaAdapter(), messages)
+            prompt = prompt_ids(Template(tokenizer, LlamaAdapter()), messages)
             generated = model.generate(
                 torch.tensor([prompt]), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2
             )[0, len(prompt) :].tolist()
@@ -137,7 +137,7 @@ def test_a_turn_whose_history_is_rendered_otherwise_starts_a_sample(tmp_path: Pa
     assert decode(tokenizer, first.input_ids[first.loss_mask].tolist()) == script["s:0#0"]
     assert decode(tokenizer, second.input_ids[second.loss_mask].tolist()) == script["s:0#1"]
     history = (*chats[0].messages[:1], Message("assistant", "\n\nIt is four."), chats[0].messages[1])
-    prompt = prompt_ids(tokenizer, LlamaAdapter(), history)
+    prompt = prompt_ids(Template(tokenizer, LlamaAdapter()), history)
     assert second.input_ids[: len(prompt)].tolist() == prompt
     assert not second.loss_mask[: len(prompt)].any()
 

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,15 @@ def test_an_evaluation_without_the_training_data_says_what_to_leave_out(cfg: Con
     words = r"^prepared: found nothing.*eagle3 stage=prepare.*or leave out .*heldout in evaluate\.sets and bigram"
     with pytest.raises(RequestError, match=words):
         run_stage("evaluate", change(cfg, "evaluate", baselines=["bigram"]))
+
+
+def test_texts_end_where_the_checkpoint_says(cfg: Config, tiny_target: Path, tmp_path: Path) -> None:
+    """As prepare lets them end, and a server: generation_config.json may name ends that the tokenizer does not."""
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(3, 400))}))
+    _, run = run_stage("evaluate", change(cfg, "model", path=str(target)))
+    records = json.loads((run.folder / "evaluation.json").read_text())["records"]
+    assert {(record["new_tokens"], record["finish"]) for record in records} == {(1, "stop")}
 
 
 def test_s8_a_half_written_drafter_is_refused(cfg: Config, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_what_is_written_is_what_was_said(make: Configure, tiny_target: Path) ->
         if sample.split == "train":
             np.add.at(counted, sample.input_ids[sample.loss_mask], 1)
     assert data.token_counts().tolist() == counted.tolist()
-    assert data.stop_ids == [2]
+    assert data.manifest["stop_ids"] == [2]
     assert data.special_ids == [1, 2]
     expected = {
         "rows": 30,

@@ -98,7 +98,7 @@ def test_ids_are_those_of_the_template_and_begin_with_what_a_server_prefills(nam
     opener = "<think>\n" if name == "deepseek" else ""
     starts = np.flatnonzero(np.diff(tokens.loss_mask.astype(int), prepend=0) == 1)
     for turn, start in zip((2, 4), starts, strict=True):
-        prefill = decode(tokenizer, prompt_ids(tokenizer, LlamaAdapter(), CHAT[:turn]))
+        prefill = decode(tokenizer, prompt_ids(Template(tokenizer, LlamaAdapter()), CHAT[:turn]))
         before = decode(tokenizer, tokens.input_ids[:start].tolist())
         assert before == prefill.removesuffix(opener) + family.inserted_before
 
@@ -377,6 +377,7 @@ def test_ids_that_are_no_flat_list_are_an_error(result: Any) -> None:
 def test_stop_and_special_ids() -> None:
     tokenizer = family_tokenizer("llama3")
     assert stop_ids(tokenizer, LlamaAdapter()) == [tokenizer.convert_tokens_to_ids("<|eot_id|>")]
+    assert set(stop_ids(tokenizer, LlamaAdapter(), [7])) == {7, *stop_ids(tokenizer, LlamaAdapter())}
     wanted = tokenizer.convert_tokens_to_ids(list(FAMILIES["llama3"].special))
     assert special_ids(tokenizer, LlamaAdapter()) == sorted(wanted)
     kimi = family_tokenizer("kimi")

@@ -165,7 +165,7 @@ def _serve(
         raise RequestError("evaluate.sets: no prompt leaves room for its answer; try evaluate.max_new_tokens=64")
     if cfg.evaluate.baselines:
         run.log.info("evaluate: baselines draft beside the transformers engine only; left out here")
-    stops = stop_ids(tokenizer, target.adapter)
+    stops = stop_ids(tokenizer, target.adapter, target.shape.eos_token_ids)
     found = served_evaluation.measure(cfg, target, measured.folder, asked, stops, run.folder / "engine.log")
     wanted = served_evaluation.settings(cfg.evaluate)
     points = found.at(wanted[0])
@@ -292,7 +292,7 @@ def _measure(
 ) -> tuple[dict[str, list[PromptResult]], dict[str, int]]:
     """Every prompt's result, and how many prompts of each set were too long for the target."""
     tokenizer = target.tokenizer()
-    stops = frozenset(stop_ids(tokenizer, target.adapter))
+    stops = frozenset(stop_ids(tokenizer, target.adapter, target.shape.eos_token_ids))
     new = cfg.evaluate.max_new_tokens
     longest = target.shape.max_position_embeddings - new - cfg.evaluate.k
     asked = {prompts.name: token_prompts(prompts, tokenizer, target.adapter, new, longest) for prompts in sets}

@@ -161,7 +161,7 @@ class _Preparation:
         self.cfg, self.data, self.run, self.target, self.template = cfg, cfg.dataset, run, target, template
         self.folder = folder
         self.counts = Counts({name: SourceCount() for name in cfg.dataset.sources})
-        self.stop_ids = sorted({*stop_ids(template.tokenizer, target.adapter), *target.shape.eos_token_ids})
+        self.stop_ids = stop_ids(template.tokenizer, target.adapter, target.shape.eos_token_ids)
 
     def make(self, special: Sequence[int]) -> dict[str, Any]:
         """Writes the artifact's files; returns its manifest. RequestError when no conversation is left."""

@@ -108,7 +108,7 @@ class _Check:
     def __init__(self, cfg: Config, run: Run, target: Target, folder: Path, prompts: Sequence[Prompt]) -> None:
         self.cfg, self.run, self.target, self.folder, self.prompts = cfg, run, target, folder, prompts
         self.drafter = import_drafter(folder, target.embedding(), target.shape.num_layers, cfg.layers.ids)
-        self.stops = stop_ids(target.tokenizer(), target.adapter)
+        self.stops = stop_ids(target.tokenizer(), target.adapter, target.shape.eos_token_ids)
         self.longest = max(len(prompt.input_ids) for prompt in prompts) + cfg.evaluate.max_new_tokens
         self.log_file = run.folder / "engine.log"
         # By key: the server's text and rounds, how the plain text differs, what our decoder walks on.

@@ -16,6 +16,7 @@ from eagle3.engines.vllm_serving import ServedTarget
 from eagle3.export import export_drafter
 from eagle3.prompts import Message
 from eagle3.published import import_drafter
+from eagle3.rendering import Template
 from eagle3.tokens import prompt_ids
 from tests.stages import run_stage
 from tests.vllm.checkpoints import RECIPES, llama
@@ -106,7 +107,8 @@ def test_serve_check_in_one_command(folder: Path, tmp_path: Path) -> None:
     """A dense drafter, its vocabulary reduced and its norms elsewhere than usual, from its artifact to the verdict."""
     cfg, target = configured("llama", folder)
     tokenizer = target.tokenizer()
-    asked = [prompt_ids(tokenizer, target.adapter, [Message("user", text)]) for text in QUESTIONS]
+    template = Template(tokenizer, target.adapter)
+    asked = [prompt_ids(template, [Message("user", text)]) for text in QUESTIONS]
     fitted = fit(target, (1, 3, 4), asked, norm_before_residual=True, fc_norm=True, norm_output=True)
     made = tmp_path / "drafter"
     made.mkdir()
