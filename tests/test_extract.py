@@ -8,6 +8,8 @@ import errno
 import json
 import os
 import shutil
+import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from eagle3 import capture as capture_module
 from eagle3 import host_memory
 from eagle3 import shards as shards_module
-from eagle3.artifacts import Artifacts
+from eagle3.artifacts import Artifact, Artifacts
 from eagle3.checkpoint import open_target
 from eagle3.config import Config, InputsConfig, LayersConfig, StoreConfig
 from eagle3.errors import RequestError, StageFailed, StoreError
@@ -148,6 +150,25 @@ def test_more_layers_join_the_same_artifact(cfg: Config):
     run_stage("extract", with_layers(others, 0, 1, 2, 3, 4, 5))
     together = contents(states_folder(others))
     assert {name.split("/")[1] for name in together} == {name.split("/")[1] for name in after}
+    run_stage("verify", cfg)
+
+
+def test_layers_that_another_run_adds_meanwhile_stay_listed(cfg: Config, caplog: pytest.LogCaptureFixture):
+    run_stage("extract", cfg)
+    beside = dataclasses.replace(cfg, output_dir=cfg.output_dir + "-beside")
+    shutil.copytree(cfg.output_dir, beside.output_dir)
+    run_stage("extract", with_layers(beside, 4))
+    folder = states_folder(cfg)
+    artifacts = Artifacts(folder.parent.parent)
+    adding = threading.Thread(target=run_stage, args=("extract", with_layers(cfg, 2)))
+    with artifacts.lock(Artifact("states", folder.name, folder)):
+        adding.start()
+        until = time.monotonic() + 60
+        while "waiting for it" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
+        shutil.copytree(states_folder(beside), folder, dirs_exist_ok=True)
+    adding.join()
+    assert manifest_of(cfg)["layer_ids"] == [1, 2, 3, 4, 5, 6]
     run_stage("verify", cfg)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from eagle3 import host_memory, layers
@@ -75,9 +76,16 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     artifact = _states(cfg, run.artifacts, target, prepared_artifact)
     wanted = wanted_ids(cfg.layers, target.shape.num_layers)
     run.read(prepared_artifact)
+    listed = artifact.complete and {*wanted} <= {*artifact.manifest()["layer_ids"]}
+    # Held from before the look at what is there: what another run adds meanwhile would be lost from the manifest.
+    with nullcontext() if listed or cfg.dry_run else run.artifacts.lock(artifact, wait=True):
+        return _extract(cfg, run, target, prepared_artifact, artifact, wanted)
+
+
+def _extract(
+    cfg: Config, run: Run, target: Target, prepared_artifact: Artifact, artifact: Artifact, wanted: tuple[int, ...]
+) -> dict[str, Any]:
     prepared = Prepared.open(prepared_artifact.folder)
-    if not (artifact.complete or cfg.dry_run):
-        run.artifacts.claim(artifact)
     stored = artifact.manifest() if artifact.complete else None
     ids = wanted if stored is None else tuple(sorted({*wanted, *stored["layer_ids"]}))
     capture = plan_capture(cfg, target, prepared, artifact, ids)
