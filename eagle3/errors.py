@@ -35,4 +35,7 @@ class EngineError(Eagle3Error):
 
 def disk_full(error: BaseException) -> bool:
     """Whether a write failed for want of room, on the disk or in the user's quota."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in codes
+    return any(f"(os error {code})" in str(error) for code in codes)  # as libraries in Rust say it, such as safetensors

@@ -170,7 +170,7 @@ def test_dry_run_says_and_does_nothing(inputs: Path, tiny_target: Path, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["layers.ids=[1,2,4]"], r"layers: .* holds layers \[1, 3, 4, 6\].*stage=extract layers\.ids=\[1, 2, 4\]"),
+        (["layers.ids=[1,2,4]"], r"layers: .* holds layers \[1, 3, 4, 6\].*stage=extract 'layers\.ids=\[1,2,4\]'"),
         (["drafter.draft_vocab_size=401"], r"drafter\.draft_vocab_size: found 401, expected 2 to 400"),
         (["drafter.num_key_value_heads=3"], r"drafter\.num_key_value_heads: found 3 for 4 attention heads"),
         (["drafter.head_dim=7"], r"drafter\.head_dim: found 7, expected an even number"),

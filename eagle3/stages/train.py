@@ -171,7 +171,7 @@ def _inputs(cfg: Config, run: Run, target: Target, states: Artifact) -> Training
     if absent:
         raise RequestError(
             f"layers: {states.folder} holds layers {list(store.layer_ids)}, the drafter reads {list(ids)}; run "
-            f"`{extract.MAKE} layers.ids={list(ids)}` to add {absent}"
+            f"`{extract.MAKE} 'layers.ids=[{','.join(map(str, ids))}]'` to add {absent}"
         )
     given = cfg.inputs.prepared or store.manifest["prepared"]
     prepared = Prepared.open(run.read(run.artifacts.resolve("prepared", given, None, prepare.MAKE)).folder)
