@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from eagle3.artifacts import Artifacts
 from eagle3.checkpoint import open_target
-from eagle3.config import Config, ModelConfig
+from eagle3.config import Config, LayersConfig, ModelConfig
 from eagle3.errors import RequestError
 from eagle3.memory import Footprint, key_value_bytes, weight_bytes
 from eagle3.rehearsal import Extraction, rehearsal_samples, rehearse, shrunken_checkpoint
+from eagle3.runs import Run
+from eagle3.stages import rehearse as rehearse_stage
 from tests.stub import Stub
 from tests.vllm.checkpoints import gpt_oss
 from tests.vllm.engines import EXPECT_NOTHING
@@ -109,6 +115,29 @@ def test_wrong_backends_are_found(tiny_target: Path, tmp_path: Path, monkeypatch
     assert not outcome.passed
     assert outcome.checks[-1].name == "engine"
     assert "attention_backend: expected FLASH_ATTN, found CPU_ATTN" in outcome.checks[-1].detail
+
+
+def test_of_two_runs_of_the_same_settings_one_rehearses(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both would use the same folder and the same GPUs."""
+    cfg, target = Stub(tiny_target, tmp_path, monkeypatch).configured()
+    layers = LayersConfig(name="ids", ids=[1, 3, 5])
+    cfg = dataclasses.replace(cfg, output_dir=str(tmp_path / "outputs"), layers=layers)
+    run = Run.start(cfg, [])
+    artifact = rehearse_stage._artifact(cfg, run, target, rehearse_stage._layer_ids(cfg, target))
+    other, found = Artifacts(run.artifacts.root), []
+    waiting = threading.Thread(target=lambda: found.append(rehearse_stage.perform(cfg, run, target, None)))
+    with other.lock(artifact):
+        waiting.start()
+        until = time.monotonic() + 60
+        while "waiting for it" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
+        other.begin(artifact)
+        other.commit(artifact, {"metrics": {"passed": True, "seconds": 71.0}})
+    waiting.join()
+    run.finish("done", 0)
+    assert found == [{"passed": True, "seconds": 71.0}]
 
 
 def test_a_few_documents_have_the_spread_of_all() -> None:
