@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3.capture import Capture
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, HardwareConfig, ModelConfig
+from eagle3.engines import Prompt, open_engine
 from eagle3.engines.recorder import Recorder
 from eagle3.engines.taps import StateTaps
 from eagle3.engines.vllm import VllmEngine
-from eagle3.shards import Layout, ShardWriter, check_layer_file
+from eagle3.engines.vllm_group import VllmEngines
+from eagle3.shards import Layout, ShardPlan, ShardWriter, check_layer_file, data_start, plan_shards, read_rows
 from eagle3.tokens import Sample
 from tests.test_recorder import make_plan, make_samples, settle
 from tests.vllm.checkpoints import RECIPES
@@ -184,3 +187,49 @@ def test_two_ranks_differ_no_more_than_two_batches(family: str, tmp_path: Path) 
         for k, (mine, batch, rank) in enumerate(zip(choices, others, twos, strict=True)):
             flipped = int((mine != batch).any(1).sum()), int((mine != rank).any(1).sum())
             print(f"layer {k}: other experts for {flipped[0]} (batches), {flipped[1]} (ranks) of {len(mine)} rows")
+
+
+@needs_vllm
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_engines_on_a_gpu_each_make_the_store_of_one(tmp_path: Path) -> None:
+    """Both take part, each on a card of its own; rows differ no more than bfloat16 resolves."""
+    cfg, target = configured("llama", tmp_path / "model", data_parallel_size=2)
+    alone = dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, data_parallel_size=1))
+    samples = make_samples([5, 300, 500, 41, 77, 490, 256, 128] * 48)
+    lengths, ids, layers = [len(s.input_ids) for s in samples], [s.id for s in samples], (1, 3, 6)
+    layout = Layout(target.shape.hidden_size, "bfloat16", target.shape.num_layers)
+    plans = plan_shards(lengths, ids, layout.row_bytes, 1000 * layout.row_bytes, None, 60)
+    prompts = [Prompt(f"p{n}", sample.input_ids[:64].tolist(), 10) for n, sample in enumerate(samples)]
+    stores: list[Capture] = []
+    answers: list[dict[str, list[int]]] = []
+    for name, each in (("two", cfg), ("one", alone)):
+        stores.append(Capture(tmp_path / name, layout, plans, layers, 500))
+        stores[-1].folder.mkdir()
+        with open_engine(each, target, tmp_path / f"{name}.log") as engine:
+            if isinstance(engine, VllmEngines):
+                given = [Path(f"/proc/{one._process._process.pid}/environ").read_text() for one in engine.engines]
+                cards = {
+                    name for text in given for name in text.split("\0") if name.startswith("CUDA_VISIBLE_DEVICES=")
+                }
+                assert len(cards) == 2
+            count = stores[-1].run(engine, samples, stores[-1].missing(), 0, lambda tokens: None)
+            report: Any = getattr(engine, "last_capture", None)
+            print(name, f"{count.tokens / count.seconds:,.0f} tokens/s", [r["rows_written"] for r in report["ranks"]])
+            assert all(rank["rows_written"] > 0 for rank in report["ranks"])
+            found = engine.generate(prompts, temperature=0.0, seed=0, stop_ids=[])
+            answers.append({answer.key: answer.token_ids for answer in found})
+    two, one = stores
+    assert two.kept() == one.kept() == (len(samples), sum(lengths), {})
+    for k in layers:
+        pairs = [[rows_of(store, plan, k) for store in stores] for plan in plans]
+        different = torch.cat([(a - b).norm(dim=1) / b.norm(dim=1) for a, b in pairs])
+        assert different.median() <= 4e-3
+    assert answers[0].keys() == answers[1].keys()
+    same = sum(answers[0][key] == answers[1][key] for key in answers[0])
+    print(f"{same} of {len(prompts)} answers equal")
+    assert same > 0.8 * len(prompts)
+
+
+def rows_of(store: Capture, plan: ShardPlan, layer_id: int) -> torch.Tensor:
+    path = store.folder / plan.name / store.layout.file_name(layer_id)
+    return read_rows(path, store.layout, data_start(path), 0, plan.tokens).float()
