@@ -410,6 +410,14 @@ def test_estimate_is_within_two_percent(cfg: Config):
     assert all(name in shown for name in ("early", "middle", "late", "spread", "as measured"))
 
 
+def test_estimate_holds_the_weights_against_the_memory_of_a_gpu(cfg: Config, tiny_target: Path):
+    hardware = dataclasses.replace(cfg.hardware, gpu_memory_gb=1e-4, tensor_parallel_size=2)
+    found, run = run_stage("estimate", dataclasses.replace(cfg, hardware=hardware))
+    size = (tiny_target / "model.safetensors").stat().st_size
+    assert found["weight_bytes_per_gpu"] == pytest.approx(size / 2, rel=0.05)
+    assert "hardware.gpu_memory_gb: they do not fit" in run.log_file.read_text()
+
+
 def test_lost_samples_count_and_too_many_fail(cfg: Config, tmp_path: Path):
     """E9, E11: samples longer than the model: counted where allowed, exit 1 where not."""
     samples = random_samples([40, 1100, 30])

@@ -13,6 +13,7 @@ from eagle3.checkpoint import open_target
 from eagle3.config import Config, LayersConfig
 from eagle3.engines import expected_tokens_per_s
 from eagle3.errors import RequestError
+from eagle3.memory import weight_bytes
 from eagle3.progress import duration
 from eagle3.runs import Run
 from eagle3.stages import extract
@@ -20,7 +21,10 @@ from eagle3.tokens import Prepared
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
-    """Shows bytes and time of this selection and of every preset. Returns `samples, tokens, bytes, seconds`."""
+    """Shows bytes and time of this selection and of every preset, and what the target's weights take of a GPU.
+
+    Returns `samples, tokens, bytes, seconds`, on GPUs also `weight_bytes_per_gpu`.
+    """
     target = open_target(cfg)
     prepared = Prepared.open(run.read(extract.source(cfg, run.artifacts)).folder)
     artifact = extract.states(cfg, run.artifacts)
@@ -56,6 +60,14 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
                 "seconds": round(seconds, 1) if seconds else None,
             }
     run.show(table)
+    if cfg.hardware.gpu_memory_gb is not None:
+        weights, room = weight_bytes(target, cfg.hardware.tensor_parallel_size), cfg.hardware.gpu_memory_gb
+        metrics["weight_bytes_per_gpu"] = weights
+        run.log.info("estimate: the target's weights take %.1f of the %g GB of a GPU", weights / 1e9, room)
+        if weights > room * 1e9:
+            run.log.warning(
+                "hardware.gpu_memory_gb: they do not fit; raise hardware.tensor_parallel_size, or choose other hardware"
+            )
     return metrics
 
 
