@@ -112,22 +112,37 @@ def test_a_death_while_working_is_reported(tmp_path: Path) -> None:
     process.close()
 
 
+HOLD = (
+    "import mmap; f = open(f'/dev/shm/{os.getpid()}-cpushm_0', 'w+b'); f.truncate(64); "
+    "self.memory = mmap.mmap(f.fileno(), 64); "
+)
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
-def test_shared_memory_of_an_engine_that_died_is_freed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["loading", "working"])
+def test_shared_memory_of_an_engine_that_died_is_freed(tmp_path: Path, when: str) -> None:
     """Nobody lives who could tell what it held: it was noted before."""
-    hold = (
-        "import mmap; f = open(f'/dev/shm/{os.getpid()}-cpushm_0', 'w+b'); f.truncate(64); "
-        "self.memory = mmap.mmap(f.fileno(), 64)"
-    )
-    process = start(tmp_path, hold)
-    process.wait_ready(ignore)
+    seen = tmp_path / "seen"
+    wait = f"print('holds', flush=True)\n        while not os.path.exists({str(seen)!r}): time.sleep(0.01)\n        "
+    process = start(tmp_path, HOLD + (wait + "os.kill(os.getpid(), 9)" if when == "loading" else ""))
     held = Path(f"/dev/shm/{process._process.pid}-cpushm_0")
-    assert held.exists()
-    process.submit([("a", [9], {"max_tokens": 1})])
-    with pytest.raises(EngineError, match="ended by signal SIGKILL"):
+
+    def watch(text: str) -> None:
+        if "holds" in text:
+            assert held.exists()
+            seen.touch()
+
+    def work() -> None:
+        process.wait_ready(watch)
+        assert held.exists()
+        process.submit([("a", [9], {"max_tokens": 1})])
         process.finished(60.0)
+
+    with pytest.raises(EngineError, match="ended by signal SIGKILL"):
+        work()
     process.close()
     assert not held.exists()
+    assert seen.exists() == (when == "loading")
 
 
 def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:

@@ -78,10 +78,12 @@ class EngineProcess:
                 file.seek(position)
                 text = file.read()
             position += len(text)
+            if text or message is not None:
+                # Noted while all live: when one is killed, the others may end before anybody can look what they hold.
+                self._held |= group_memory(self._process.pid)
             watch(text.decode("utf-8", "replace"))
             if message is not None:
-                # Noted while all live: when one is killed, the others may end before anybody can look what they hold.
-                self._held, self._ready = group_memory(self._process.pid), True
+                self._ready = True
                 return message[1]
 
     def submit(
