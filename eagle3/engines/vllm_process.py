@@ -142,10 +142,10 @@ class EngineProcess:
         first = first_exception(text)
         last = "\n".join(f"    {line}" for line in text.strip().splitlines()[-LAST_LINES:])
         self._broken = True
-        killed = re.search(r"\bSIGKILL\b|\(exit code: -9\)", f"{what} {first}")
+        killed = re.search(r"\bSIGKILL\b|: -9\b", f"{what} {first}")
         parts = [
             what,
-            f"first failure in the engine's log: {first}" if first else "",
+            f"first failure in the engine's log: {first}" if first and what != f"vllm: {first}" else "",
             details.strip(),
             f"last lines of {self.log_file}:\n{last}",
             KILLED_HINT if killed else "",
