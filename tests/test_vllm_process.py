@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eagle3.engines import vllm_process
 from eagle3.engines.process_group import shared_memory
 from eagle3.engines.vllm_load import LoadWatch
 from eagle3.engines.vllm_process import EngineProcess, first_exception
@@ -143,6 +144,18 @@ def test_shared_memory_of_an_engine_that_died_is_freed(tmp_path: Path, when: str
     process.close()
     assert not held.exists()
     assert seen.exists() == (when == "loading")
+
+
+def test_a_load_during_which_the_kernel_ran_out_of_memory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that lose one tell of connections that are refused."""
+    kills = iter([4, 6])
+    monkeypatch.setattr(vllm_process, "memory_kills", lambda: next(kills))
+    process = start(tmp_path, "raise RuntimeError('Gloo connectFullMesh failed')")
+    with pytest.raises(EngineError, match=r"connectFullMesh[\s\S]*the kernel has ended 2 processes of this machine"):
+        process.wait_ready(ignore)
+    process.close(gently=False)
 
 
 def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:

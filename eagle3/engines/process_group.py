@@ -41,6 +41,15 @@ def ending(code: int | None) -> str:
     return f"exited with {code}"
 
 
+def memory_kills() -> int:
+    """How many processes of this machine the kernel has ended so far for want of memory; 0 where it does not count."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def group_titles(group: int) -> Iterator[tuple[int, str]]:
     """The processes of a group, each with its command line, which a process may have made its title."""
     for process in _members(group):

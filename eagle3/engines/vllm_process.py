@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
-from eagle3.engines.process_group import ending, group_memory, kill_group
+from eagle3.engines.process_group import ending, group_memory, kill_group, memory_kills
 from eagle3.errors import EngineError
 
 LAST_LINES = 15
@@ -50,6 +50,7 @@ class EngineProcess:
         self.numbers = itertools.count()
         self._broken = self._ready = False
         self._held: set[Path] = set()
+        self._memory_kills = memory_kills()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log, theirs:
             self._log_start = log.tell()
@@ -142,16 +143,17 @@ class EngineProcess:
         first = first_exception(text)
         last = "\n".join(f"    {line}" for line in text.strip().splitlines()[-LAST_LINES:])
         self._broken = True
-        killed = re.search(r"\bSIGKILL\b|: -9\b", f"{what} {first}")
+        hint = KILLED_HINT if re.search(r"\bSIGKILL\b|: -9\b", f"{what} {first}") else ""
+        if kills := memory_kills() - self._memory_kills:
+            hint = f"meanwhile the kernel has ended {kills} processes of this machine for want of memory: see `dmesg`"
+        kept = "what is complete is kept: once the cause is gone, the same command goes on from there"
         parts = [
             what,
             f"first failure in the engine's log: {first}" if first and what != f"vllm: {first}" else "",
             details.strip(),
             f"last lines of {self.log_file}:\n{last}",
-            KILLED_HINT if killed else "",
-            "what is complete is kept: once the cause is gone, the same command goes on from there"
-            if self._ready
-            else "",
+            hint,
+            kept if self._ready else "",
         ]
         return EngineError("\n".join(part for part in parts if part))
 
