@@ -105,10 +105,10 @@ class ProgressClock:
         now = self._clock()
         self._still += min(now - self._looked, LOOK_SECONDS)
         self._looked = now
+        self._hear()  # each time: the kernel keeps ten messages
         still = f"no token and no byte for {duration(self._still)}"
         if self._still >= self._said + SAY_SECONDS:
             self._said = self._still
-            self._hear()
             named = [
                 f"rank {rank} has been {what} {path} since {when}" for rank, (when, what, path) in self._waits.items()
             ]
@@ -124,7 +124,6 @@ class ProgressClock:
                 self._waits[rank] = tuple(wait)
 
     def _given_up(self, still: str) -> EngineError:
-        self._hear()
         for rank, (since, what, path) in self._waits.items():
             self._process.close(gently=False)
             return EngineError(
