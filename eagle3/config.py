@@ -63,8 +63,8 @@ class HardwareConfig:
     engine_options: dict[str, Any] = field(default_factory=dict)
     expected_backends: dict[str, Any] = field(default_factory=dict)
     on_backend_mismatch: str = choice("stop", "warn")
-    batch_tokens: int = number(4096, least=1)
-    generate_slots: int = number(64, least=1)
+    batch_tokens: int = number(1024, least=1)
+    generate_slots: int = number(128, least=1)
     training_strategy: str = "auto"
     precision: str = choice("32-true", "bf16-mixed", "16-mixed")
 
