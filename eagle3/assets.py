@@ -247,7 +247,8 @@ def _check_sha256(path: Path, expected: str, what: str) -> None:
     found = file_sha256(path)
     if found != expected:
         raise Eagle3Error(
-            f"{what}: found sha256 {found}, expected {expected}, the pinned release; remove {path.name} and run again"
+            f"{what}: found sha256 {found}, expected {expected}, the pinned release; run again, without {path} if it is"
+            " still there"
         )
 
 

@@ -288,6 +288,7 @@ def test_stage_report_takes_the_newest_sweep_or_what_it_is_told(sweep: Path, tmp
 def test_stage_report_says_when_there_is_nothing(tmp_path: Path) -> None:
     cfg = Config(stage=StageConfig("report"), model=ModelConfig(name="tiny"), output_dir=str(tmp_path))
     run = Run.start(cfg, [])
+    (run.folder.parent / "somebody's notes").mkdir()
     with pytest.raises(RequestError, match="holds no sweep and no run"):
         report_stage.run(cfg, run)
     run.finish("refused", 2)

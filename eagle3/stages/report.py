@@ -29,8 +29,8 @@ def newest(cfg: Config, run: Run) -> Path:
     sweeps = sorted(root.glob(f"sweeps/*/{INDEX}"), key=lambda path: path.stat().st_mtime)
     if sweeps:
         return sweeps[-1].parent
-    kinds = ("pipeline", "train", "evaluate")
-    runs = [path for path in root.glob("runs/*/*") if path.name.split("-")[4] in kinds and path != run.folder]
+    kinds = (["pipeline"], ["train"], ["evaluate"])
+    runs = [path for path in root.glob("runs/*/*") if path.name.split("-")[4:5] in kinds and path != run.folder]
     if not runs:
         raise RequestError(
             f"report.folder: {root} holds no sweep and no run that trained or evaluated; run one, or name a folder "
