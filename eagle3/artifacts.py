@@ -310,9 +310,9 @@ def take_lock(path: Path, what: str) -> int:
                 os.close(handle)
                 raise
             log.warning("%s: this file system has no locks; do not start the same stage twice at once", path.parent)
-        # A previous owner may have removed the name between our open and our lock.
-        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
-            break
+        with suppress(FileNotFoundError):  # a previous owner may have removed the name between our open and our lock
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
         os.close(handle)
     with suppress(OSError):  # on a full disk the lock holds without its owner's name, so that gc can make room
         os.ftruncate(handle, 0)

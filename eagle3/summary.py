@@ -54,6 +54,11 @@ def rows(folder: Path, index: Index) -> list[dict[str, Any]]:
 def write(folder: Path, index: Index) -> list[dict[str, Any]]:
     """Replaces summary.csv by what the job folders say now; returns its rows."""
     found = rows(folder, index)
+    _replace(folder, found)
+    return found
+
+
+def _replace(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
     columns = list(dict.fromkeys(key for row in found for key in row))
     temporary = folder / f".{FILE}"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
@@ -61,7 +66,6 @@ def write(folder: Path, index: Index) -> list[dict[str, Any]]:
         writer.writeheader()
         writer.writerows({key: _cell(value) for key, value in row.items()} for row in found)
     os.replace(temporary, folder / FILE)
-    return found
 
 
 def _cell(value: Any) -> Any:
@@ -112,7 +116,7 @@ class Watch:
         self._thread = threading.Thread(target=self._look_on, name="sweep-watch", daemon=True)
         self._seen: dict[str, str] = {}
         self._rows: list[dict[str, Any]] = []
-        self._state: Any = None
+        self._state: dict[str, Any] = {}
         self._last_line = time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
@@ -137,9 +141,9 @@ class Watch:
 
     def _look(self, final: bool = False) -> None:
         """Rewrites what has changed."""
-        state = [_state(self.folder / name) for name in self.index]
+        state = {name: _state(self.folder / name) for name in self.index}
         if state != self._state or final:
-            self._state, self._rows = state, write(self.folder, self.index)
+            self._read_again(state, final)
             self._announce()
         steps = {row["job"]: last_point(self.folder / row["job"]) for row in self._rows if row["status"] == "running"}
         steps = {name: point for name, point in steps.items() if point}
@@ -148,6 +152,15 @@ class Watch:
         elif steps and time.monotonic() - self._last_line >= LINE_S:
             self._last_line = time.monotonic()
             self._say("; ".join(f"{name} at {_progress(point)}" for name, point in steps.items()))
+
+    def _read_again(self, state: dict[str, Any], final: bool) -> None:
+        """Only what has changed or is at work: a sweep of a thousand jobs would read a million."""
+        known = {row["job"]: row for row in self._rows}
+        old = {name for name in state if state[name] == self._state.get(name) and known[name]["status"] != "running"}
+        new = rows(self.folder, {name: self.index[name] for name in state if final or name not in old})
+        known |= {row["job"]: row for row in new}
+        self._state, self._rows = state, [known[name] for name in self.index]
+        _replace(self.folder, self._rows)
 
     def _announce(self) -> None:
         """A line for each job that began or ended; a live table shows it by itself."""

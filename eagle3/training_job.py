@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -210,7 +211,9 @@ class TrainingJob:
         same = before["states"] == self.inputs.states.id and before["drafter"]["unroll_steps"] == steps
         checkpoints.train_longer(start.manifest["best"] if same else None, origin.folder / WEIGHTS, self.run.rank)
 
-    def _reporter(self, trackers: list[SafeLogger], checkpoints: Checkpoints) -> Any:
+    def _reporter(
+        self, trackers: list[SafeLogger], checkpoints: Checkpoints
+    ) -> Callable[[int, dict[str, float], str], None]:
         """Takes metrics to the log, metrics.jsonl and the trackers, on the axis of optimizer steps."""
 
         def report(step: int, metrics: dict[str, float], split: str) -> None:

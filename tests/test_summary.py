@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from eagle3 import summary
@@ -116,6 +117,20 @@ def test_a_log_gets_a_line_for_each_job_that_begins_or_ends(tmp_path: Path) -> N
         "[2/2] b: failed in 1.0s: train failed: RuntimeError: [oom]",
     ]
     assert read(tmp_path)["b"]["error"].endswith("[oom]")
+
+
+def test_only_jobs_that_changed_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = {str(seed): [f"seed={seed}"] for seed in range(4)}
+    for name in ("0", "1", "2"):
+        write_job(tmp_path, name, status="done", seconds=1.0)
+    asked, rows = [], summary.rows
+    monkeypatch.setattr(summary, "rows", lambda folder, index: asked.append([*index]) or rows(folder, index))
+    with summary.Watch(tmp_path, index, list(index), Console(file=io.StringIO())):
+        wait_for(lambda: len(asked) == 2)
+        write_job(tmp_path, "3", status="done", seconds=2.0)
+        wait_for(lambda: read(tmp_path)["3"]["status"] == "done")
+    assert asked == [[*index], [*index], ["3"], [*index]]
+    assert [row["seconds"] for row in read(tmp_path).values()] == ["1.0", "1.0", "1.0", "2.0"]
 
 
 def test_a_terminal_gets_a_live_table(tmp_path: Path) -> None:

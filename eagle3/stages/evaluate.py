@@ -21,7 +21,7 @@ from eagle3.benchmarks import PromptSet, prompt_sets, token_prompts
 from eagle3.bigram import BigramChain, count_successors
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
-from eagle3.decoding import Decoded, DrafterChain, LiveTarget, Proposer, Recorder, decode, place
+from eagle3.decoding import Decoded, DrafterChain, LiveTarget, Proposer, Recorder, Verifier, decode, place
 from eagle3.drafter import Eagle3Drafter, load_drafter
 from eagle3.engines import open_engine
 from eagle3.engines.transformers import TransformersEngine
@@ -326,7 +326,7 @@ def _decode_prompt(
     """One prompt, plainly and with everybody who drafts."""
     k = cfg.evaluate.k
 
-    def run_with(verifier: Any, proposer: Proposer | None = None) -> Decoded:
+    def run_with(verifier: Verifier, proposer: Proposer | None = None) -> Decoded:
         drafts = 0 if proposer is None else k
         new = cfg.evaluate.max_new_tokens
         return decode(verifier, ids, max_new_tokens=new, stop_ids=stops, proposer=proposer, k=drafts)
