@@ -26,13 +26,20 @@ def fraction_ids(fractions: Sequence[float], num_layers: int) -> tuple[int, ...]
     return tuple(int(fraction * num_layers + 0.5) for fraction in fractions)
 
 
+def _override(ids: Sequence[int]) -> str:
+    """The selection as one types it into a shell."""
+    return f"'layers.ids=[{','.join(map(str, ids))}]'"
+
+
 def check_ids(ids: Sequence[int], num_layers: int, where: str = "layers.ids") -> tuple[int, ...]:
     """Returns the ids as non-negative, sorted, distinct numbers of at most `num_layers`.
 
     -j on input means n - j. Raises RequestError when ids collapse, repeat, are unsorted or out of range.
     """
     if not ids:
-        raise RequestError(f"{where}: found no layer, expected at least one; try layers=eagle or layers.ids=[2,15,27]")
+        raise RequestError(
+            f"{where}: found no layer, expected at least one; try layers=eagle or {_override((2, 15, 27))}"
+        )
     resolved = tuple(num_layers + i if i < 0 else i for i in ids)
     shown = list(ids)
     for given, i in zip(ids, resolved, strict=True):
@@ -44,12 +51,12 @@ def check_ids(ids: Sequence[int], num_layers: int, where: str = "layers.ids") ->
     if len(set(resolved)) != len(resolved):
         raise RequestError(
             f"{where}: {shown} selects {list(resolved)}, which repeats a layer of this {num_layers}-layer model; "
-            f"expected distinct ids; set them yourself, for example layers.ids=[1,2,{max(num_layers - 1, 3)}]"
+            f"expected distinct ids; set them yourself, for example {_override((1, 2, max(num_layers - 1, 3)))}"
         )
     if list(resolved) != sorted(resolved):
         raise RequestError(
             f"{where}: {shown} selects {list(resolved)}, expected ascending ids (the drafter's fc reads them in this "
-            f"order); try layers.ids={sorted(resolved)}"
+            f"order); try {_override(sorted(resolved))}"
         )
     return resolved
 

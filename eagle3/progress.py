@@ -36,13 +36,18 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TB"
 
 
+def rate_text(rate: float) -> str:
+    """A number per second, with two digits however slow: 1,234.5, 12.3, 0.043."""
+    return f"{rate:,.1f}" if rate >= 1 or rate <= 0 else f"{rate:.2g}"
+
+
 class _Rate(ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.1f} {self.unit}/s" if task.speed else f"- {self.unit}/s")
+        return Text(f"{rate_text(task.speed)} {self.unit}/s" if task.speed else f"- {self.unit}/s")
 
 
 class PlainProgress:
@@ -65,16 +70,17 @@ class PlainProgress:
             left = duration((self.total - self.done) / rate) if rate > 0 else "?"
             share = 100 * self.done / self.total
             self.log.info(
-                "%s %s/%s %s (%.0f%%), %.1f %s/s, %s left",
-                *(self.what, f"{self.done:,.0f}", f"{self.total:,.0f}", self.unit, share, rate, self.unit, left),
+                "%s %s/%s %s (%.0f%%), %s %s/s, %s left",
+                *(self.what, f"{self.done:,.0f}", f"{self.total:,.0f}", self.unit, share),
+                *(rate_text(rate), self.unit, left),
             )
 
     def finish(self) -> None:
         """The closing line, with the rate over the whole time."""
         seconds = self.clock() - self.started
-        rate = self.done / max(seconds, 1e-9)
+        rate = rate_text(self.done / max(seconds, 1e-9))
         self.log.info(
-            "%s %s %s in %s (%.1f %s/s)", self.what, f"{self.done:,.0f}", self.unit, duration(seconds), rate, self.unit
+            "%s %s %s in %s (%s %s/s)", self.what, f"{self.done:,.0f}", self.unit, duration(seconds), rate, self.unit
         )
 
 

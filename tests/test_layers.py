@@ -107,7 +107,7 @@ def test_negative_ids_count_from_the_end():
         ([-31, 2], "0 to 30"),
         ([2, 2, 5], "repeats"),
         ([3, -27], "repeats"),
-        ([5, 2, 9], r"ascending.*layers\.ids=\[2, 5, 9\]"),
+        ([5, 2, 9], r"ascending.*'layers\.ids=\[2,5,9\]'"),
         ([], "at least one"),
     ],
 )

@@ -8,7 +8,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from eagle3.progress import PlainProgress, duration, progress
+from eagle3.progress import PlainProgress, duration, progress, rate_text
 
 LOG = logging.getLogger("eagle3.test_progress")
 
@@ -19,6 +19,10 @@ LOG = logging.getLogger("eagle3.test_progress")
 )
 def test_duration_reads_as_people_say_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_slow_rate_is_not_nought() -> None:
+    assert [rate_text(rate) for rate in (1234.56, 2.0, 0.5, 0.0433, 0.0)] == ["1,234.6", "2.0", "0.5", "0.043", "0.0"]
 
 
 def test_lines_come_every_ten_seconds_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from eagle3 import benchmarks, layers
 from eagle3.config import Config, StageConfig
 from eagle3.engines import keep_engine
 from eagle3.runs import Run
-from eagle3.stages import evaluate, export, prepare, train
+from eagle3.stages import evaluate, export, extract, prepare, train
 from eagle3.validation import known_depth
 
 STAGES = ("prepare", "extract", "train", "export", "evaluate")
@@ -24,15 +24,14 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Runs the five stages, the last only for some `evaluate.sets`; returns the metrics of each under its name.
 
     RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs,
-    when the drafter to go on from or a source of prompts is not there, when the server that the drafter is for could
-    not read it, or when the last could not ask its prompts.
+    when the drafter to go on from, a named input or a source of prompts is not there, when the server that the drafter
+    is for could not read it, or when the last could not ask its prompts.
     """
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
     train.check_config(cfg)
     export.check_config(cfg)
-    if cfg.inputs.prepared is None:
-        prepare.prepared(cfg, run.artifacts)  # looks for every source
+    _check_inputs(cfg, run)
     if cfg.evaluate.sets:
         evaluate.check_config(cfg)
         benchmarks.check_sets(cfg)
@@ -42,6 +41,17 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
         loaded.enter_context(keep_engine())
         _run_stages(cfg, run, metrics, loaded)
     return metrics
+
+
+def _check_inputs(cfg: Config, run: Run) -> None:
+    """Looks for what `inputs` names, and for every source of prompts when no prepared set is named."""
+    (prepare.prepared if cfg.inputs.prepared is None else extract.source)(cfg, run.artifacts)
+    if cfg.inputs.states is not None:
+        train.source(cfg, run.artifacts)
+    if cfg.inputs.drafter is not None:
+        export.trained(cfg, run.artifacts)
+    if cfg.inputs.export is not None and cfg.evaluate.sets:
+        export.given(cfg, run.artifacts)
 
 
 def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStack) -> None:
