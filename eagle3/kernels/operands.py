@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle3.head_rows import HeadRows
 
-SWIZZLE_BYTES = 128  # of a matrix's row in shared memory, at most, that Hopper's products read in one pattern
+SWIZZLE_BYTES = 128  # of a matrix's row in shared memory, at most, over which one pattern goes in Hopper's products
 
 
 def operands(rows: HeadRows, queries: tuple[int, int], columns: int) -> tuple[Any, ...]:
@@ -26,11 +26,10 @@ def operands(rows: HeadRows, queries: tuple[int, int], columns: int) -> tuple[An
 def padded_widths(rows: HeadRows) -> dict[str, int]:
     """The widths (D, E, R) of a head's parts, each with the power of two that it is padded to; 0 stays 0.
 
-    Products want 16 at least. Rows of all parts take equally many bytes, up to `SWIZZLE_BYTES`: where a kernel's
-    operands lay in different patterns, ptxas 12.8 (Triton 3.6) addressed some of them with a register that held
-    something else, which ended in an illegal memory access (fp32 at 32 + 16).
+    A padded row takes `SWIZZLE_BYTES` at least, so that all operands lie in one pattern. Where they did not, ptxas 12.8
+    (Triton 3.6) addressed some products' operands in fp32 by a register that held something else, which ended in an
+    illegal memory access at widths of 32 + 16.
     """
-    powers = [width and max(1 << (width - 1).bit_length(), 16) for width in rows.widths]
-    least = min(max(powers), SWIZZLE_BYTES // rows.query.element_size())
-    padded = [power and max(power, least) for power in powers]
+    least = SWIZZLE_BYTES // rows.query.element_size()
+    padded = [width and max(1 << (width - 1).bit_length(), least) for width in rows.widths]
     return {**dict(zip("DER", rows.widths, strict=True)), **dict(zip(("DP", "EP", "RP"), padded, strict=True))}
