@@ -8,7 +8,6 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -65,32 +64,37 @@ def test_groups_offer_what_the_interface_promises() -> None:
         assert set(names.split()) <= set(options(group)), group
 
 
+@pytest.fixture(scope="module")
+def every(hydra: None) -> dict[tuple[str, str], Config]:
+    """A configuration for each option of each group; one holds an option of every group."""
+    found: dict[tuple[str, str], Config] = {}
+    for i in range(max(len(options(group)) for group in GROUPS)):
+        row = {group: options(group)[i % len(options(group))] for group in GROUPS}
+        found |= dict.fromkeys(row.items(), composed(**row))
+    return found
+
+
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g in GROUPS for o in options(g)])
-def test_every_option_composes_under_its_own_name(group: str, option: str) -> None:
-    cfg = composed(**{group: option})
-    assert getattr(cfg, group).name == option
+def test_every_option_composes_under_its_own_name(
+    group: str, option: str, every: dict[tuple[str, str], Config]
+) -> None:
+    assert getattr(every[group, option], group).name == option
 
 
-def test_every_model_hardware_layers_stage_combination_is_valid() -> None:
-    """An option's file speaks of its own section only, so that it fills it alike whatever stands beside it: each is
-    composed once, and every combination of the four is put together from those sections and checked."""
+def test_every_model_hardware_layers_stage_combination_is_valid(every: dict[tuple[str, str], Config]) -> None:
+    """An option's file speaks of its own section only, so that it fills it alike whatever stands beside it: every
+    combination of the four is put together from those sections and checked."""
     groups = ("model", "hardware", "layers", "stage")
-    names = [options(group) for group in groups]
     for group, option in ((g, o) for g in groups for o in options(g)):
         path = CONF / group / f"{option}.yaml"
         own = OmegaConf.load(path)
         assert "@package" not in path.read_text(), path
         assert "${" not in OmegaConf.to_yaml(own), path
         assert {*own.pop("defaults", [])} <= {"_self_", *options(group)}, path
-    checked: dict[tuple[str, str], Any] = {}
-    rest: dict[str, Any] = {}
-    for i in range(max(map(len, names))):
-        row = {group: found[i % len(found)] for group, found in zip(groups, names, strict=True)}
-        cfg = composed(**row)
-        checked |= {(group, option): getattr(cfg, group) for group, option in row.items()}
-        rest = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in groups}
-    for row in itertools.product(*names):
-        chosen = {group: checked[group, option] for group, option in zip(groups, row, strict=True)}
+    any_of = next(iter(every.values()))
+    rest = {f.name: getattr(any_of, f.name) for f in dataclasses.fields(any_of) if f.name not in groups}
+    for row in itertools.product(*map(options, groups)):
+        chosen = {group: getattr(every[group, option], group) for group, option in zip(groups, row, strict=True)}
         assert not list(validation.out_of_bounds(Config(**chosen, **rest)))
 
 
