@@ -12,7 +12,7 @@ import pytest
 from eagle3.engines import vllm_process
 from eagle3.engines.process_group import shared_memory
 from eagle3.engines.vllm_load import LoadWatch
-from eagle3.engines.vllm_process import EngineProcess, first_exception
+from eagle3.engines.vllm_process import EngineProcess, first_exception, without_warned_tracebacks
 from eagle3.errors import EngineError
 
 LOAD = """
@@ -85,7 +85,8 @@ def test_requests_and_calls_go_there_and_back(tmp_path: Path) -> None:
         ("print('no GPU left', flush=True); os._exit(3)", ["exited with 3", "no GPU left"]),
         ("os.kill(os.getpid(), 11)", ["ended by signal SIGSEGV"]),
         ("raise ValueError('head size 12 is not supported')", ["ValueError: head size 12 is not supported"]),
-        ("raise RuntimeError()", ["RuntimeError: no message", "first failure in the engine's log: RuntimeError"]),
+        ("raise TypeError(\"f() got an unexpected keyword argument 'x'\")", ["correct hardware.engine_options"]),
+        ("raise RuntimeError()", ["vllm: RuntimeError: no message", "        raise RuntimeError()"]),
     ],
 )
 def test_a_load_that_dies_is_reported_within_seconds(tmp_path: Path, load: str, words: list[str]) -> None:
@@ -258,6 +259,21 @@ def test_a_load_that_is_silent_says_so_each_minute_with_its_last_line(caplog: py
         f"vllm: still loading, its log is silent for {time}; last line: (Worker pid=7) INFO world_size=8 backend=nccl"
         for time in ("1m00s", "2m00s")
     ]
+
+
+def test_the_last_lines_leave_out_what_was_only_a_warning() -> None:
+    log = """\
+(MainProcess pid=7) INFO 11-30 11:13:38 [base.py:1] loaded
+(MainProcess pid=7) WARNING 11-30 11:13:39 [base.py:380] Warmup failed
+(MainProcess pid=7) WARNING 11-30 11:13:39 [base.py:380] Traceback (most recent call last):
+(MainProcess pid=7) WARNING 11-30 11:13:39 [base.py:380]   File "/x.py", line 1, in f
+(MainProcess pid=7) WARNING 11-30 11:13:39 [base.py:380] ValueError: Tokenizer not available
+(MainProcess pid=7) WARNING 11-30 11:13:39 [base.py:413] Using None for EOS
+(Worker pid=8) ERROR 11-30 11:13:40 [m.py:1] Traceback (most recent call last):
+(Worker pid=8) ERROR 11-30 11:13:40 [m.py:1] KeyError: 'x'
+"""
+    lines = log.splitlines()
+    assert without_warned_tracebacks(lines) == [*lines[:2], *lines[5:]]
 
 
 def test_the_first_exception_is_found_behind_prefixes_and_warnings() -> None:

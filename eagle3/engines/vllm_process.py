@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +33,11 @@ PREFIX = re.compile(r"^(\([^)]*pid=\d+\) *)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)
 
 # What vLLM says of a worker that somebody killed; the exceptions after it only follow from that.
 DIED = re.compile(r"Worker proc \S+ died unexpectedly.*")
+# How vLLM speaks of arguments that it does not take.
+REFUSED = re.compile(r"ValidationError|unexpected keyword argument")
+REFUSED_HINT = (
+    "vLLM refuses what it was started with: correct hardware.engine_options, or the setting that is named above"
+)
 KILLED_HINT = "SIGKILL is what the kernel sends when memory runs out: see `dmesg`"
 WARNED = re.compile(r"^(\([^)]*pid=\d+\) *)?(DEBUG|INFO|WARNING) [\d-]+ [\d:.]+ ")
 
@@ -140,16 +145,19 @@ class EngineProcess:
     def failure(self, what: str, details: str = "") -> EngineError:
         """An error of one screen with the engine's own words: the first failure in its log, and the last lines."""
         text = self.log_text()
-        first = first_exception(text)
-        last = "\n".join(f"    {line}" for line in text.strip().splitlines()[-LAST_LINES:])
+        first = first_exception(text) or ""
+        last = "\n".join(f"    {line}" for line in without_warned_tracebacks(text.strip().splitlines())[-LAST_LINES:])
+        # The type's name has its module's before it in a log.
+        told = what.endswith(first) or (first.partition(": ")[2] or first) in what
         self._broken = True
-        hint = KILLED_HINT if re.search(r"\bSIGKILL\b|: -9\b", f"{what} {first}") else ""
+        hint = REFUSED_HINT if not self._ready and REFUSED.search(what) else ""
+        hint = KILLED_HINT if re.search(r"\bSIGKILL\b|: -9\b", f"{what} {first}") else hint
         if kills := memory_kills() - self._memory_kills:
             hint = f"meanwhile the kernel has ended {kills} processes of this machine for want of memory: see `dmesg`"
         kept = "what is complete is kept: once the cause is gone, the same command goes on from there"
         parts = [
             what,
-            f"first failure in the engine's log: {first}" if first and what != f"vllm: {first}" else "",
+            "" if told else f"first failure in the engine's log: {first}",
             details.strip(),
             f"last lines of {self.log_file}:\n{last}",
             hint,
@@ -197,6 +205,23 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return self.failure("vllm: the engine's process closed its connection")
         return self.failure(f"vllm: the engine's process {ending(code)}")
+
+
+def without_warned_tracebacks(lines: Sequence[str]) -> list[str]:
+    """The lines but for tracebacks that vLLM logs as warnings, which look like the reason and are not."""
+    kept: list[str] = []
+    inside = False
+    for line in lines:
+        text = PREFIX.sub("", line) if WARNED.match(line) else None
+        if text is None:
+            inside = False
+        elif text.startswith("Traceback (most recent call last)"):
+            inside = True
+        if not inside:
+            kept.append(line)
+        elif text is not None and text.strip() and not text.startswith((" ", "\t", "Traceback")):
+            inside = False  # that was the exception
+    return kept
 
 
 def first_exception(log: str) -> str | None:
