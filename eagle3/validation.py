@@ -123,6 +123,19 @@ def siblings(path: str) -> list[str]:
     return [f"{prefix}.{item.name}".lstrip(".") for item in dataclasses.fields(schema)]
 
 
+def _is_open(path: str) -> bool:
+    """Whether the path lies in a mapping whose keys the schema does not know, such as arguments of a class."""
+    names, schema = path.split(".")[:-1], Config
+    while names:
+        hint = typing.get_type_hints(schema).get(names.pop(0))
+        form, schema = _schema_of(hint)
+        if form == "free":
+            return typing.get_origin(hint) is dict
+        if form == "entries" and names:
+            names.pop(0)
+    return False
+
+
 def nearest(path: str) -> list[str]:
     """The fields whose names are most like this one, at most two: first those beside it."""
     name = path.rpartition(".")[2]
@@ -134,7 +147,7 @@ def nearest(path: str) -> list[str]:
 
 
 def _unknown(path: str) -> str:
-    if path in siblings(path):
+    if path in siblings(path) or _is_open(path):
         return f"{path}: has no value here that could be replaced; add one with +{path}=VALUE"
     if path.startswith("dataset.sources.") and path.count(".") == 2:
         return f"{path}: there is no such source; add one with +{path}.path=FILE"

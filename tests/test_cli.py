@@ -94,6 +94,8 @@ def test_listings_answer_without_torch(arguments: list[str], shown: str, tmp_pat
     ("arguments", "words"),
     [
         (["+typo=1"], ["typo: there is no field 'typo'"]),
+        (["logger.loggers.csv.tags=[a]"], ["no value here that could be replaced", "+logger.loggers.csv.tags=VALUE"]),
+        (["hardware.engine_options.seed=5"], ["add one with +hardware.engine_options.seed=VALUE"]),
         (["layers.idz=3"], ["layers.idz: there is no such field; did you mean layers.ids?"]),
         (["trainer.lrr=3"], ["did you mean trainer.lr?"]),
         (["modl=llama"], ["modl: there is no such field; did you mean model?"]),
