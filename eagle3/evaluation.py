@@ -118,6 +118,7 @@ class PromptResult:
 
     @property
     def looping(self) -> bool:
+        """Whether the plain output ran into a loop; the token that stopped it does not count."""
         ids = self.plain.token_ids
         return loops(ids[:-1] if self.plain.finish == "stop" else ids)
 
