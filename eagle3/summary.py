@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ class Watch:
 
     def _look_on(self) -> None:
         while not self._stop.wait(POLL_S):
-            self._look()
+            with suppress(OSError):  # a full disk, say: jobs go on, and the end of the sweep, which writes again, tells
+                self._look()
 
     def _look(self, final: bool = False) -> None:
         """Rewrites what has changed."""

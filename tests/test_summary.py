@@ -133,6 +133,19 @@ def test_only_jobs_that_changed_are_read_again(tmp_path: Path, monkeypatch: pyte
     assert [row["seconds"] for row in read(tmp_path).values()] == ["1.0", "1.0", "1.0", "2.0"]
 
 
+def test_a_summary_that_cannot_be_written_for_a_while_is_written_later(tmp_path: Path) -> None:
+    index = {"a": ["seed=0"], "b": ["seed=1"]}
+    with summary.Watch(tmp_path, index, list(index), Console(file=io.StringIO())):
+        (tmp_path / "summary.csv").unlink()
+        (tmp_path / "summary.csv").mkdir()
+        write_job(tmp_path, "a", status="done", seconds=1.0)
+        time.sleep(2 * summary.POLL_S)
+        (tmp_path / "summary.csv").rmdir()
+        write_job(tmp_path, "b", status="done", seconds=1.0)
+        wait_for(lambda: (tmp_path / "summary.csv").exists() and read(tmp_path)["b"]["status"] == "done")
+    assert read(tmp_path)["a"]["status"] == "done"
+
+
 def test_a_terminal_gets_a_live_table(tmp_path: Path) -> None:
     text = io.StringIO()
     index = {"a": ["layers=late"]}
