@@ -418,13 +418,24 @@ def test_estimate_holds_the_weights_against_the_memory_of_a_gpu(cfg: Config, tin
     assert "hardware.gpu_memory_gb: they do not fit" in run.log_file.read_text()
 
 
-def test_lost_samples_count_and_too_many_fail(cfg: Config, tmp_path: Path):
-    """E9, E11: samples longer than the model: counted where allowed, exit 1 where not."""
+def test_lost_samples_count_and_too_many_fail(cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """E9, E11: samples longer than the model: counted where allowed, refused before the engine starts where not."""
     samples = random_samples([40, 1100, 30])
     prepared = write_prepared(tmp_path / "long", samples)
     cfg = dataclasses.replace(cfg, inputs=InputsConfig(prepared=str(prepared)))
-    with pytest.raises(StageFailed, match=r"1 samples could not be captured \(longer_than_model 1"):
+    words = (
+        "^dataset.max_length: 1 of 3 prepared samples have more than the {} tokens .* up to 1100; 0 may be lost .*{}"
+    )
+    monkeypatch.setattr(rehearse, "open_rehearsed", None)
+    with pytest.raises(RequestError, match=words.format(1024, r"dataset\.max_length=1024, or take a model")):
         run_stage("extract", cfg)
+    # vLLM's requests have room for a new token; what the config gives it is less than the model reads.
+    vllm = dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, engine="vllm"))
+    with pytest.raises(
+        RequestError, match=words.format(1023, r"dataset\.max_length=1023, or take hardware\.engine_opt")
+    ):
+        run_stage("extract", vllm)
+    monkeypatch.undo()
     cfg = dataclasses.replace(cfg, store=dataclasses.replace(cfg.store, max_failed_fraction=0.5))
     metrics, _ = run_stage("extract", cfg)
     assert (metrics["samples"], metrics["skipped"], metrics["tokens"]) == (2, 1, 70)

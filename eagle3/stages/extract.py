@@ -20,7 +20,7 @@ from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, LayersConfig
 from eagle3.engines import compute_dtype, expected_tokens_per_s
 from eagle3.engines.vllm_capture import memory_bytes, throughput
-from eagle3.engines.vllm_settings import dummy_weights
+from eagle3.engines.vllm_settings import dummy_weights, engine_arguments
 from eagle3.errors import RequestError
 from eagle3.progress import duration
 from eagle3.runs import Run
@@ -102,6 +102,7 @@ def _extract(
         )
     if cfg.dry_run:
         return {}
+    check_lengths(cfg, target, capture)
     capture.check_space(missing, cfg.store.free_space_margin)
     states_bytes = capture.size_bytes(missing)
     host_memory.check(host_memory.capture_need(cfg, target, len(ids), states_bytes, capture.folder))
@@ -152,6 +153,29 @@ def plan_capture(
     return Capture(folder, layout, plans, tuple(sorted(layer_ids)), shape.max_position_embeddings)
 
 
+def allowed_failures(cfg: Config, capture: Capture) -> int:
+    """How many samples of the whole set may be lost."""
+    return int(cfg.store.max_failed_fraction * sum(len(plan.rows) for plan in capture.plans))
+
+
+def check_lengths(cfg: Config, target: Target, capture: Capture) -> None:
+    """RequestError when more samples than may be lost are too long for the model or the engine."""
+    longest, setting = capture.max_length, "a model that reads more"
+    if cfg.hardware.engine == "vllm":
+        room = engine_arguments(cfg, target, target.folder, "auto")["max_model_len"]
+        if isinstance(room, int) and 0 < room <= longest:  # vLLM has words for it, too
+            # A request has room for one new token.
+            longest, setting = room - 1, "hardware.engine_options.max_model_len of one more than the longest"
+    lengths = [length for plan in capture.plans for length in plan.lengths]
+    too_long, allowed = sum(length > longest for length in lengths), allowed_failures(cfg, capture)
+    if too_long > allowed:
+        raise RequestError(
+            f"dataset.max_length: {too_long} of {len(lengths)} prepared samples have more than the {longest} tokens "
+            f"that this target takes, up to {max(lengths)}; {allowed} may be lost (store.max_failed_fraction): prepare "
+            f"with dataset.max_length={longest}, or take {setting}"
+        )
+
+
 def describe(cfg: Config, target: Target, capture: Capture, missing: dict[int, list[int]]) -> str:
     """What an extraction will do, in one line."""
     tokens, speed = capture.tokens(missing), expected_tokens_per_s(cfg.hardware, target)
@@ -169,7 +193,7 @@ def _capture(
     """Opens the engine only when something is missing."""
     if not missing:
         return CaptureCount()
-    max_failed = int(cfg.store.max_failed_fraction * sum(len(plan.rows) for plan in capture.plans))
+    max_failed = allowed_failures(cfg, capture)
     lengths = [length for number in missing for length in capture.plans[number].lengths]
     with rehearse.open_rehearsed(cfg, run, target, lengths) as engine:
         run.note(adapter=target.adapter.name, engine=dataclasses.asdict(engine.info()))
