@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def starts(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
     """Counts at the end; more than MOST_STARTS are an error."""
     yield
-    logs = tmp_path_factory.getbasetemp().rglob("engine.log")
+    logs = tmp_path_factory.getbasetemp().rglob("engine*.log")
     count = sum(log.read_text(errors="replace").count(STARTING) for log in logs)
     pytestconfig.stash[STARTS] = count
     assert count <= MOST_STARTS, f"{count} starts of vllm, expected at most {MOST_STARTS}: let tests share an engine"
