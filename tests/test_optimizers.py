@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle3.optimizers import MOMENTUM, NEWTON_SCHULZ, MuonAdamW, orthogonal_part, owners
 from tests.muon import fill, groups, moved
 from tests.test_checkpoints import assert_equal_artifacts, kill_and_resume
+from tests.test_train import assert_two_ranks_equal_one
 from tests.trained import copied, make_inputs, train_config, trained
 
 
@@ -141,3 +142,11 @@ def test_training_with_muon_learns_and_resumes(tiny_target: Path, tmp_path: Path
     assert_equal_artifacts(killed, artifact)
     with pytest.raises(AssertionError):
         assert_equal_artifacts(killed, trained(train_config(copied(inputs, tmp_path / "adamw"), tiny_target))[1])
+
+
+@pytest.mark.slow
+def test_training_with_muon_on_two_ranks_equals_one(tiny_target: Path, tmp_path: Path) -> None:
+    """Sums in another order are rounded otherwise to bf16, so weights differ by a part of a step."""
+    two = ("hardware.devices=2", "hardware.training_strategy=ddp")
+    both = ("trainer.optimizer=muon",)
+    assert_two_ranks_equal_one(make_inputs(tiny_target), tiny_target, tmp_path, *two, both=both, atol=5e-4)
