@@ -197,8 +197,8 @@ def test_a_write_that_never_ends_is_named_and_given_up(
     engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """E4: a file that is a pipe without a reader blocks the worker. The last test with this engine."""
-    monkeypatch.setattr(stalls, "SAY_SECONDS", 2.0)
-    monkeypatch.setattr(stalls, "STALL_SECONDS", 6.0)
+    monkeypatch.setattr(stalls, "SAY_SECONDS", 3.0)
+    monkeypatch.setattr(stalls, "STALL_SECONDS", 12.0)
     host = psutil.Process(engine._process._process.pid)
     processes = [host, *host.children(recursive=True)]
     samples = make_samples([250] * 40)
@@ -212,10 +212,10 @@ def test_a_write_that_never_ends_is_named_and_given_up(
         with caplog.at_level("WARNING", "eagle3"), pytest.raises(EngineError) as caught:
             list(engine.capture_shards([ShardWork(writer, samples)], [3, 6], layout))
     words = (
-        re.escape(str(hung)) + r": rank 0 has been opening it since [\d:]+, and there was no token and no byte for 6"
+        re.escape(str(hung)) + r": rank 0 has been opening it since [\d:]+, and there was no token and no byte for 1"
     )
     assert re.match(words, str(caught.value))
-    assert f"rank 0 has been opening {hung} since" in caplog.messages[0]
+    assert any(f"rank 0 has been opening {hung} since" in message for message in caplog.messages)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
 
