@@ -98,19 +98,28 @@ def report_table(report: dict[str, Any]) -> Table:
     return table
 
 
+# What to do about the reason for which most rows were dropped, by words in it.
+HINTS = {
+    "no assistant turn": "try dataset.answers=regenerate, if the sources hold only prompts",
+    "dataset.max_length": "raise dataset.max_length",
+    "held-out prompt": "give the sources with role=heldout other rows than the others, by skip and limit",
+    "looping answer": "does the target answer sensibly with its chat template? dataset.answers=given asks it nothing",
+}
+
+
 def reasons(skipped: Counter[str]) -> str:
     """Why rows were dropped, the commonest first."""
     return ", ".join(f"{n} x {reason}" for reason, n in skipped.most_common(6))
 
 
-def nothing_left(counts: Counts, answers: str) -> str:
+def nothing_left(counts: Counts) -> str:
     """The message when every conversation was dropped."""
     skipped: Counter[str] = Counter()
     for count in counts.sources.values():
         skipped += count.skipped
-    retry = "dataset.answers=regenerate, if the sources hold only prompts" if answers == "given" else "other sources"
+    commonest = skipped.most_common(1)[0][0] if skipped else ""
+    retry = next((hint for words, hint in HINTS.items() if words in commonest), "try other sources")
     return (
         f"dataset.sources: no conversation is left of {sum(c.read for c in counts.sources.values())} rows: "
-        f"{reasons(skipped)}; "
-        f"expected at least one; try {retry}"
+        f"{reasons(skipped)}; expected at least one; {retry}"
     )

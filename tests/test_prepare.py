@@ -218,6 +218,34 @@ def test_all_dropped_is_a_failure_with_reasons(make: Configure) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "overrides", "words"),
+    [
+        (
+            [chat("word " * 300, "answer")],
+            ["dataset.max_length=20"],
+            r"max_length; expected at least one; raise dataset",
+        ),
+        (
+            [chat("a", "b")],
+            ["+dataset.sources.asked={path: rows.jsonl, role: heldout}"],
+            r"held-out prompt; .*role=heldout other rows",
+        ),
+        (
+            [{"prompt": 5}, {"prompt": 6}],
+            ["dataset.sources.train.format=prompt"],
+            r"in the form prompt \(dataset.sources",
+        ),
+    ],
+)
+def test_what_to_do_follows_from_why_nothing_is_left(
+    make: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], overrides: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=words):
+        run_stage("prepare", make(rows, *overrides))
+
+
 def test_answers_of_one_token_are_counted_and_left_out(make: Configure) -> None:
     """Training has no row for them. Here they are those whose second token was cut off."""
     rows = [chat("why " * (i + 1), "It is.") for i in range(4)]

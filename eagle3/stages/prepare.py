@@ -143,9 +143,10 @@ def _check(cfg: Config, target: Target, template: Template) -> list[int]:
         if first is not None:
             continue
         if count.read:
+            form = "" if source.format == "auto" else f" in the form {source.format} (dataset.sources.{name}.format)"
             raise RequestError(
                 f"dataset.sources.{name}: no row of {source.path} can be used: {reasons(count.skipped)}; expected "
-                "UTF-8, in a .jsonl file one JSON object a line, in a .json file an array; mend or rename the file"
+                f"UTF-8, in a .jsonl file one JSON object a line, in a .json file an array{form}; mend or rename it"
             )
         raise RequestError(
             f"dataset.sources.{name}: {source.path} has no row behind the first {source.skip}, expected at least "
@@ -173,7 +174,7 @@ class _Preparation:
                 for conversation, samples in produce(conversations, stack):
                     self._write(writer, conversation, samples)
             if not writer.lengths:
-                raise RequestError(nothing_left(self.counts, self.data.answers))
+                raise RequestError(nothing_left(self.counts))
             wanted = min(self.data.validation_samples, len(writer.lengths) // 5)
             if wanted < self.data.validation_samples:
                 self.run.log.warning(
