@@ -18,10 +18,10 @@ from eagle3.gpu_slots import gpu_slots
 from eagle3.records import read_json
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from hydra.conf import HydraConf
 
 
-def child_command(settings: DictConfig, overrides: Sequence[str]) -> list[str]:
+def child_command(settings: HydraConf, overrides: Sequence[str]) -> list[str]:
     """A job's command line: the config sources of the sweep (`settings` is its `hydra` node), then plain overrides."""
     command = [sys.executable, "-m", "eagle3", "--config-name", str(settings.job.config_name)]
     for source in settings.runtime.config_sources:
@@ -33,7 +33,7 @@ def child_command(settings: DictConfig, overrides: Sequence[str]) -> list[str]:
     return [*command, *search, *overrides]
 
 
-def run_job(settings: DictConfig, overrides: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
+def run_job(settings: HydraConf, overrides: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
     """Runs a job in a child process, with `folder` as its run folder, unless it is done.
 
     What it prints goes to console.log there. One that dies without a result gets one that says so.
@@ -57,7 +57,7 @@ def run_job(settings: DictConfig, overrides: Sequence[str], folder: Path, env: M
         write_json(folder / "result.json", {"status": status, "exit_code": code, "error": fault, "metrics": {}})
 
 
-def run_foreign_job(settings: DictConfig, overrides: Sequence[str], cfg: Config) -> None:
+def run_foreign_job(settings: HydraConf, overrides: Sequence[str], cfg: Config) -> None:
     """A job of a sweep under another launcher than ours; StageFailed when it fails.
 
     Where this machine has GPUs that other jobs could take as well, it gets its own.
