@@ -52,6 +52,11 @@ class LLM:
 """
 
 
+CORE = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), name='Core').start()"
+# A title as vLLM gives its workers, which are the engine's children and may be any process's of ours.
+WORKER = "workers.append(subprocess.Popen(['VLLM::Worker_TP1', '600'], executable='/bin/sleep'))"
+
+
 def start(tmp_path: Path, load: str) -> EngineProcess:
     """A host whose `vllm.LLM` does this when it is made."""
     package = tmp_path / "stub" / "vllm"
@@ -159,6 +164,29 @@ def test_a_load_during_which_the_kernel_ran_out_of_memory_says_so(
     process.close(gently=False)
 
 
+def test_a_worker_that_is_killed_while_it_loads_is_named(tmp_path: Path) -> None:
+    """vLLM tells of an exception in a background process that nobody had."""
+    seen, known = tmp_path / "seen", tmp_path / "known"
+    load = f"""{WORKER}; print('up', flush=True)
+        while not os.path.exists({str(known)!r}): time.sleep(0.01)
+        workers[0].kill(); print('killed', flush=True)
+        while not os.path.exists({str(seen)!r}): time.sleep(0.01)
+        raise RuntimeError('WorkerProc initialization failed due to an exception in a background process')"""
+    process = start(tmp_path, load)
+
+    def watch(text: str) -> None:
+        if process._workers:
+            known.touch()
+        if process._gone:
+            seen.touch()
+
+    with pytest.raises(
+        EngineError, match=r"workers that ended while it loaded: VLLM::Worker_TP1 600 at \d\d:\d\d:\d\d\n"
+    ):
+        process.wait_ready(watch)
+    process.close(gently=False)
+
+
 def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:
     process = start(tmp_path, "pass")
     process.wait_ready(ignore)
@@ -166,11 +194,6 @@ def test_an_exception_without_a_message_is_never_empty(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"RuntimeError: no message[\s\S]*step"):
         process.finished(60.0)
     process.close()
-
-
-CORE = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), name='Core').start()"
-# A title as vLLM gives its workers, which are the engine's children and may be any process's of ours.
-WORKER = "workers.append(subprocess.Popen(['VLLM::Worker_TP1', '600'], executable='/bin/sleep'))"
 
 
 @pytest.mark.parametrize(

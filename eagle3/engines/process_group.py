@@ -14,6 +14,8 @@ from pathlib import Path
 
 # Python's shared memory and semaphores, and vLLM's own between the ranks of a CPU; never a checkpoint or states there.
 FOLDER, NAMES = Path("/dev/shm"), ("psm_*", "sem.mp-*", "*-cpushm_*")
+# How vLLM entitles the processes of its workers.
+WORKER = "VLLM::Worker"
 
 
 def kill_group(group: int, held: Iterable[Path] = ()) -> None:

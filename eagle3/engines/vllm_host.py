@@ -30,11 +30,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from eagle3.engines.process_group import ending, group_titles, kill_group
+from eagle3.engines.process_group import WORKER, ending, group_titles, kill_group
 
 GRACE_SECONDS = 5.0
-# How vLLM entitles the processes of its workers.
-WORKER = "VLLM::Worker"
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle3
-from eagle3.engines.process_group import ending, group_memory, kill_group, memory_kills
+from eagle3.engines.process_group import WORKER, ending, group_memory, group_titles, kill_group, memory_kills
 from eagle3.errors import EngineError
 
 LAST_LINES = 15
@@ -56,6 +56,8 @@ class EngineProcess:
         self._broken = self._ready = False
         self._held: set[Path] = set()
         self._memory_kills = memory_kills()
+        self._workers: dict[int, str] = {}
+        self._gone: list[str] = []
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log, theirs:
             self._log_start = log.tell()
@@ -84,13 +86,21 @@ class EngineProcess:
                 file.seek(position)
                 text = file.read()
             position += len(text)
-            if text or message is not None:
-                # Noted while all live: when one is killed, the others may end before anybody can look what they hold.
-                self._held |= group_memory(self._process.pid)
+            self._look()
             watch(text.decode("utf-8", "replace"))
             if message is not None:
                 self._ready = True
                 return message[1]
+
+    def _look(self) -> None:
+        """Notes while the others live what they hold, and which workers are gone: vLLM may not say of one that somebody
+        killed while it loaded, and the others end soon after.
+        """
+        self._held |= group_memory(self._process.pid)
+        living = {pid: title for pid, title in group_titles(self._process.pid) if title.startswith(WORKER)}
+        for pid in self._workers.keys() - living.keys():
+            self._gone.append(f"{self._workers.pop(pid)} at {time.strftime('%H:%M:%S')}")
+        self._workers.update(living)
 
     def submit(
         self, requests: list[tuple[str, list[int], dict[str, Any]]], first: tuple[str, tuple[Any, ...]] | None = None
@@ -158,6 +168,7 @@ class EngineProcess:
         parts = [
             what,
             "" if told else f"first failure in the engine's log: {first}",
+            f"workers that ended while it loaded: {', '.join(self._gone)}" if self._gone else "",
             details.strip(),
             f"last lines of {self.log_file}:\n{last}",
             hint,
