@@ -75,7 +75,8 @@ class EngineProcess:
             )
         self._connection = Connection(ours.detach())
         self._finished: deque[list[Any]] = deque()
-        self._connection.send(dict(arguments))
+        with suppress(OSError):  # it is gone already, of which `wait_ready` tells
+            self._connection.send(dict(arguments))
 
     def wait_ready(self, watch: Callable[[str], None]) -> str:
         """Waits for the load to end; `watch` sees the log's text as it grows and may raise. Returns vLLM's version."""
