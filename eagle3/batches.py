@@ -25,8 +25,9 @@ from eagle3.row_layout import RowLayout, lay_out
 from eagle3.slots import BoolArray, SlotRows, pack_rows, supervised_slots
 
 if TYPE_CHECKING:
+    from eagle3.prepared import Prepared
     from eagle3.store import StatesStore
-    from eagle3.tokens import Prepared, Sample
+    from eagle3.tokens import Sample
 
 log = logging.getLogger("eagle3")
 

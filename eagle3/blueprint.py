@@ -17,9 +17,9 @@ from eagle3.checkpoint import Target
 from eagle3.config import DrafterConfig, build
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.errors import RequestError
+from eagle3.prepared import Prepared
 from eagle3.published import read_drafter
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared
 from eagle3.vocab import VocabMap, build_vocab
 
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -1,6 +1,6 @@
-"""Step 2 of the walk, its end: samples are split, counted and written; `tokens.Prepared` reads them.
+"""Step 2 of the walk, its end: samples are split, counted and written, and read back by all that comes after.
 
-Arrays grow on disk while they are made, so that a data set need not fit into memory.
+Arrays grow on disk while they are made and are mapped when they are read, so that a data set need not fit into memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, overload
 
 import numpy as np
 
-from eagle3.prompts import Conversation
-from eagle3.tokens import Tokens, sample_id
+from eagle3.errors import RequestError, StoreError
+from eagle3.prompts import Conversation, Message
+from eagle3.tokens import Sample, Tokens, sample_id
+
+SPLITS = ("train", "validation")
 
 
 def prompt_group(conversation: Conversation) -> bytes:
@@ -110,6 +114,109 @@ class PreparedWriter:
             kept = loss_mask[part] & np.repeat(train[first:last], np.diff(offsets[first : last + 1]))
             counts += np.bincount(input_ids[part][kept], minlength=vocab_size)
         return counts
+
+
+class Prepared:
+    """A prepared artifact: samples in their order, memory-mapped.
+
+    `lengths` int64 [N]; `samples[i]` has views of the mapped arrays.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._offsets: np.ndarray = np.load(folder / "offsets.npy")
+        self.lengths: np.ndarray = np.diff(self._offsets)
+        self._ids: np.ndarray = np.load(folder / "sample_ids.npy")
+        self._validation: np.ndarray = np.load(folder / "validation.npy")
+        self._keys = _lines(folder / "keys.txt")
+        self._input_ids = _mapped(folder / "input_ids.bin", "<i4", int(self._offsets[-1]))
+        self._loss_mask = _mapped(folder / "loss_mask.bin", "bool", int(self._offsets[-1]))
+        self.samples: Sequence[Sample] = _Samples(self)
+
+    @classmethod
+    def open(cls, folder: Path) -> Prepared:
+        """Opens a complete artifact. Raises StoreError, naming the file, for one that is not what it should be."""
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            prepared = cls(Path(folder), manifest)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{folder}: is no complete prepared artifact ({error}); run `eagle3 stage=prepare`"
+            ) from error
+        sizes = {len(prepared.lengths), len(prepared._ids), len(prepared._validation), len(prepared._keys)}
+        if sizes != {manifest["metrics"]["samples"]}:
+            raise StoreError(
+                f"{folder}: its files hold {sorted(sizes)} samples, its manifest {manifest['metrics']['samples']}; "
+                "delete the folder and run `eagle3 stage=prepare`"
+            )
+        return prepared
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Ids that every draft vocabulary holds."""
+        return list(self.manifest["special_ids"])
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's V."""
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Of the tokenizer that made the ids."""
+        return str(self.manifest["tokenizer_hash"])
+
+    def split_indices(self, split: str) -> np.ndarray:
+        """int64: the rows of `samples` in "train" or "validation"."""
+        if split not in SPLITS:
+            raise RequestError(f"split: found {split!r}, expected {' or '.join(SPLITS)}")
+        return np.flatnonzero(self._validation == (split == "validation"))
+
+    def token_counts(self) -> np.ndarray:
+        """int64 [V]: how often each token is supervised in the train split."""
+        return np.load(self.folder / "token_counts.npy")
+
+    def heldout(self) -> list[Conversation]:
+        """The conversations whose prompts were never trained on."""
+        rows = [json.loads(line) for line in _lines(self.folder / "heldout.jsonl")]
+        return [
+            Conversation(row["key"], tuple(Message(**m) for m in row["messages"]), row["source"], "heldout")
+            for row in rows
+        ]
+
+
+class _Samples(Sequence[Sample]):
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+    def __len__(self) -> int:
+        return len(self.prepared.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        data = self.prepared
+        part = slice(data._offsets[row], data._offsets[row + 1])
+        split = SPLITS[int(data._validation[row])]
+        return Sample(data._ids[row].decode(), data._input_ids[part], data._loss_mask[part], split, data._keys[row])
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines end with a line feed and nothing else: texts may hold Unicode's other line ends."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
+    expected = count * np.dtype(dtype).itemsize
+    if path.stat().st_size != expected:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, expected {expected}")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:

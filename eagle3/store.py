@@ -28,7 +28,7 @@ from eagle3.shards import Layout, data_start, fill_rows
 
 if TYPE_CHECKING:
     from eagle3.checkpoint import Target
-    from eagle3.tokens import Prepared
+    from eagle3.prepared import Prepared
 
 MAX_OPEN_FILES = 64
 

@@ -1,28 +1,25 @@
 """Step 2 of the walk: Conversation → input_ids, loss_mask. One render, once; nothing downstream ever renders again.
 
-`prepare` writes what this module makes; `Prepared` reads it back for extraction, training and evaluation.
+`prepared` keeps what this module makes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eagle3.encoding import Straddled, decode, encode, encode_with_edges, same_text
-from eagle3.errors import RequestError, StoreError
-from eagle3.prompts import Conversation, Message
+from eagle3.errors import RequestError
+from eagle3.prompts import Message
 from eagle3.rendering import HistoryRewritten, Template, Unrenderable
 
 if TYPE_CHECKING:
     from eagle3.adapter import Adapter
 
-SPLITS = ("train", "validation")
 # A chat that shows a template's manners: lower and upper case, two turns, punctuation.
 _PROBE = (
     Message("user", "Which of the oceans is the largest?"),
@@ -147,106 +144,3 @@ def check_template(template: Template, where: str) -> None:
 
 def _probe(template: Template) -> list[Tokens]:
     return tokenize(template, _PROBE)
-
-
-class Prepared:
-    """A prepared artifact: samples in their order, memory-mapped; written by eagle3.prepared.
-
-    `lengths` int64 [N]; `samples[i]` has views of the mapped arrays.
-    """
-
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self._offsets: np.ndarray = np.load(folder / "offsets.npy")
-        self.lengths: np.ndarray = np.diff(self._offsets)
-        self._ids: np.ndarray = np.load(folder / "sample_ids.npy")
-        self._validation: np.ndarray = np.load(folder / "validation.npy")
-        self._keys = _lines(folder / "keys.txt")
-        self._input_ids = _mapped(folder / "input_ids.bin", "<i4", int(self._offsets[-1]))
-        self._loss_mask = _mapped(folder / "loss_mask.bin", "bool", int(self._offsets[-1]))
-        self.samples: Sequence[Sample] = _Samples(self)
-
-    @classmethod
-    def open(cls, folder: Path) -> Prepared:
-        """Opens a complete artifact. Raises StoreError, naming the file, for one that is not what it should be."""
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            prepared = cls(Path(folder), manifest)
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{folder}: is no complete prepared artifact ({error}); run `eagle3 stage=prepare`"
-            ) from error
-        sizes = {len(prepared.lengths), len(prepared._ids), len(prepared._validation), len(prepared._keys)}
-        if sizes != {manifest["metrics"]["samples"]}:
-            raise StoreError(
-                f"{folder}: its files hold {sorted(sizes)} samples, its manifest {manifest['metrics']['samples']}; "
-                "delete the folder and run `eagle3 stage=prepare`"
-            )
-        return prepared
-
-    @property
-    def special_ids(self) -> list[int]:
-        """Ids that every draft vocabulary holds."""
-        return list(self.manifest["special_ids"])
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's V."""
-        return int(self.manifest["vocab_size"])
-
-    @property
-    def tokenizer_hash(self) -> str:
-        """Of the tokenizer that made the ids."""
-        return str(self.manifest["tokenizer_hash"])
-
-    def split_indices(self, split: str) -> np.ndarray:
-        """int64: the rows of `samples` in "train" or "validation"."""
-        if split not in SPLITS:
-            raise RequestError(f"split: found {split!r}, expected {' or '.join(SPLITS)}")
-        return np.flatnonzero(self._validation == (split == "validation"))
-
-    def token_counts(self) -> np.ndarray:
-        """int64 [V]: how often each token is supervised in the train split."""
-        return np.load(self.folder / "token_counts.npy")
-
-    def heldout(self) -> list[Conversation]:
-        """The conversations whose prompts were never trained on."""
-        rows = [json.loads(line) for line in _lines(self.folder / "heldout.jsonl")]
-        return [
-            Conversation(row["key"], tuple(Message(**m) for m in row["messages"]), row["source"], "heldout")
-            for row in rows
-        ]
-
-
-class _Samples(Sequence[Sample]):
-    def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
-
-    def __len__(self) -> int:
-        return len(self.prepared.lengths)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = range(len(self))[index]
-        data = self.prepared
-        part = slice(data._offsets[row], data._offsets[row + 1])
-        split = SPLITS[int(data._validation[row])]
-        return Sample(data._ids[row].decode(), data._input_ids[part], data._loss_mask[part], split, data._keys[row])
-
-
-def _lines(path: Path) -> list[str]:
-    """Lines end with a line feed and nothing else: texts may hold Unicode's other line ends."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
-
-
-def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
-    expected = count * np.dtype(dtype).itemsize
-    if path.stat().st_size != expected:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, expected {expected}")
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)

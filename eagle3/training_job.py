@@ -25,9 +25,9 @@ from eagle3.checkpoints import Checkpoint, Checkpoints, complete_checkpoints
 from eagle3.config import Config, build
 from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError
+from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared
 from eagle3.tracked import Gradients, Histogram
 from eagle3.trackers import Identity, SafeLogger, build_trackers
 from eagle3.trainer import Clock, build_callbacks, build_trainer, peak_memory_bytes, quiet_lightning

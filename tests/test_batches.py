@@ -17,10 +17,10 @@ import torch
 
 from eagle3.batches import PackedDataModule
 from eagle3.errors import RequestError, StoreError
-from eagle3.prepared import PreparedWriter
+from eagle3.prepared import Prepared, PreparedWriter
 from eagle3.shards import Layout, ShardWriter, shards_at
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared, Sample, Tokens
+from eagle3.tokens import Sample, Tokens
 from tests.conftest import random_samples
 from tests.drafters import make_document, make_shape, pack
 

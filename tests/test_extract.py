@@ -28,10 +28,10 @@ from eagle3.config import Config, InputsConfig, LayersConfig, StoreConfig
 from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.host_memory import HostMemory
 from eagle3.layers import CONVENTION
+from eagle3.prepared import Prepared
 from eagle3.shard_index import INDEX_NAME, ShardIndex
 from eagle3.stages import extract, rehearse
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared
 from tests.commands import killed
 from tests.conftest import random_samples, target_config, write_prepared
 from tests.stages import run_stage

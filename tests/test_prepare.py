@@ -16,9 +16,10 @@ from transformers import AutoTokenizer
 from eagle3.config import Config
 from eagle3.encoding import decode
 from eagle3.errors import RequestError, StageFailed, StoreError
+from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.stages.prepare import prepared
-from eagle3.tokens import Prepared, sample_id
+from eagle3.tokens import sample_id
 from tests.commands import killed
 from tests.conftest import CHAT_TEMPLATE, write_tokenizer
 from tests.families import CHATML, CHATML_THINKING

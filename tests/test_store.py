@@ -18,9 +18,10 @@ import torch
 from eagle3 import store as store_module
 from eagle3.checkpoint import open_target
 from eagle3.errors import RequestError, StoreError
+from eagle3.prepared import Prepared
 from eagle3.shards import ShardWriter, shards_at
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared, Sample, sample_id
+from eagle3.tokens import Sample, sample_id
 from tests.conftest import random_samples, target_config, write_prepared
 from tests.test_shards import ENGINE, LAYERS, LAYOUT, states_of
 

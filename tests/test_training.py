@@ -24,10 +24,10 @@ from eagle3.config import Config, DrafterConfig, TrainerConfig
 from eagle3.drafter import WEIGHTS, load_drafter
 from eagle3.errors import RequestError, StageFailed
 from eagle3.loss import UnrollLoss
+from eagle3.prepared import Prepared
 from eagle3.slots import spans
 from eagle3.stages import extract
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared
 from eagle3.training import DrafterTraining, Tally, learning_rate_factor
 from eagle3.vocab import build_vocab
 from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack, stored

@@ -14,10 +14,10 @@ from eagle3.config import Config, LayersConfig
 from eagle3.engines import expected_tokens_per_s
 from eagle3.errors import RequestError
 from eagle3.memory import weight_bytes
+from eagle3.prepared import Prepared
 from eagle3.progress import duration
 from eagle3.runs import Run
 from eagle3.stages import extract
-from eagle3.tokens import Prepared
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:

@@ -39,10 +39,11 @@ from eagle3.evaluation import (
     table,
 )
 from eagle3.model_card import add_measurement
+from eagle3.prepared import Prepared
 from eagle3.published import import_drafter
 from eagle3.runs import Run
 from eagle3.stages import export, extract
-from eagle3.tokens import Prepared, stop_ids
+from eagle3.tokens import stop_ids
 
 BASELINES = ("untrained", "bigram")
 

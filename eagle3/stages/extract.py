@@ -22,11 +22,11 @@ from eagle3.engines import compute_dtype, expected_tokens_per_s
 from eagle3.engines.vllm_capture import memory_bytes, throughput
 from eagle3.engines.vllm_settings import dummy_weights, engine_arguments
 from eagle3.errors import RequestError
+from eagle3.prepared import Prepared
 from eagle3.progress import duration
 from eagle3.runs import Run
 from eagle3.shards import Layout, plan_shards, shards_at
 from eagle3.stages import prepare, rehearse
-from eagle3.tokens import Prepared
 
 MAKE = "eagle3 stage=extract"
 PLAN = "plan.json"

@@ -11,9 +11,10 @@ from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.encoding import decode
 from eagle3.errors import RequestError
+from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.stages import extract
-from eagle3.tokens import Prepared, Sample
+from eagle3.tokens import Sample
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from eagle3.engines import Engine, compute_dtype
 from eagle3.engines.vllm_settings import dummy_weights
 from eagle3.errors import RequestError, StageFailed, disk_full
 from eagle3.preparation_report import Counts, make_report, nothing_left, reasons, report_table
-from eagle3.prepared import PreparedWriter, prompt_group
+from eagle3.prepared import Prepared, PreparedWriter, prompt_group
 from eagle3.prompts import Conversation, SourceCount, read_source, source_identity
 from eagle3.rendering import Template, Unrenderable
 from eagle3.runs import Run
 from eagle3.stages.rehearse import open_rehearsed
-from eagle3.tokens import Prepared, Tokens, check_template, special_ids, stop_ids, tokenize
+from eagle3.tokens import Tokens, check_template, special_ids, stop_ids, tokenize
 from eagle3.vocab import build_vocab, check_size
 
 FORMAT = 2  # of the files and of how they are made; part of the artifact's identity

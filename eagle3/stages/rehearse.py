@@ -20,9 +20,9 @@ from eagle3.artifacts import Artifact
 from eagle3.checkpoint import Target, open_target
 from eagle3.engines import Engine, engine_is_open, open_engine
 from eagle3.errors import RequestError, StageFailed
+from eagle3.prepared import Prepared
 from eagle3.progress import duration
 from eagle3.runs import Run
-from eagle3.tokens import Prepared
 
 if TYPE_CHECKING:
     from eagle3.config import Config

@@ -29,10 +29,11 @@ from eagle3.engines.vllm_settings import installed_version
 from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import Difference
 from eagle3.model_card import add_measurement
+from eagle3.prepared import Prepared
 from eagle3.published import import_drafter
 from eagle3.runs import Run
 from eagle3.stages import export, extract
-from eagle3.tokens import Prepared, Sample, stop_ids
+from eagle3.tokens import Sample, stop_ids
 
 RESULT = "serve_check.json"
 

@@ -17,11 +17,11 @@ from eagle3.config import Config
 from eagle3.drafter import WEIGHTS
 from eagle3.errors import RequestError
 from eagle3.loss import mix_losses
+from eagle3.prepared import Prepared
 from eagle3.published import is_published
 from eagle3.runs import Run
 from eagle3.stages import extract, prepare
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared
 from eagle3.weights import Weights
 
 # What trains imports Lightning, which takes seconds; whoever only asks for a drafter (export, evaluate) need not wait.

@@ -7,10 +7,10 @@ from typing import Any
 from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.errors import StoreError
+from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.stages import extract, prepare
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:

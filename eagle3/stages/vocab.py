@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from eagle3.config import Config
+from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.stages import extract
-from eagle3.tokens import Prepared
 from eagle3.vocab import build_vocab
 
 

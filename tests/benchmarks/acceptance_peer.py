@@ -38,10 +38,11 @@ from eagle3.config import Config
 from eagle3.decoding import Acceptance, DrafterChain, LiveTarget, Recorder, decode, place
 from eagle3.engines import open_engine
 from eagle3.engines.transformers import TransformersEngine
+from eagle3.prepared import Prepared
 from eagle3.published import read_drafter
 from eagle3.stages import extract, train
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared, stop_ids
+from eagle3.tokens import stop_ids
 from eagle3.trainer import build_trainer, quiet_lightning
 from eagle3.training import DrafterTraining
 from tests.benchmarks.specforge_training import SpecForgeTraining

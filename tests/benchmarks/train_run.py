@@ -27,10 +27,10 @@ from eagle3.adapters.llama import LlamaAdapter
 from eagle3.batches import PackedDataModule
 from eagle3.checkpoint import TargetHead
 from eagle3.config import Config, DrafterConfig, HardwareConfig, TrainerConfig
-from eagle3.prepared import PreparedWriter
+from eagle3.prepared import Prepared, PreparedWriter
 from eagle3.shards import Layout, ShardWriter, shards_at
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared, Sample, Tokens, sample_id
+from eagle3.tokens import Sample, Tokens, sample_id
 from eagle3.trainer import build_trainer, quiet_lightning
 from eagle3.training import DrafterTraining
 from tests.benchmarks.synthetic import Synthetic, build, turns

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from eagle3.batches import PackedDataModule
+from eagle3.prepared import Prepared
 from eagle3.shards import Layout, ShardWriter, data_start, shards_at
 from eagle3.store import StatesStore
-from eagle3.tokens import Prepared, Sample
+from eagle3.tokens import Sample
 from tests.conftest import random_samples, write_prepared
 
 LAYERS, FINAL = (2, 16, 29), 32
