@@ -84,8 +84,8 @@ def report_table(report: dict[str, Any]) -> Table:
         title="prepared",
         min_width=64,
         caption=(
-            f"{totals['samples']:,} samples ({totals['validation_samples']:,} for validation), {totals['tokens']:,} "
-            f"tokens, {totals['supervised_tokens']:,} of them supervised ({share:.0%})"
+            f"{totals['samples']:,} samples ({totals['validation_samples']:,} for validation)\n"
+            f"{totals['tokens']:,} tokens, {totals['supervised_tokens']:,} of them supervised ({share:.0%})"
         ),
     )
     for name, source in report["sources"].items():

@@ -41,6 +41,11 @@ def rate_text(rate: float) -> str:
     return f"{rate:,.1f}" if rate >= 1 or rate <= 0 else f"{rate:.2g}"
 
 
+def is_live(console: Console) -> bool:
+    """Whether lines on it can be drawn again. A dumb terminal (an editor's shell) gets what a log file gets."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 class _Rate(ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -88,7 +93,7 @@ class PlainProgress:
 def progress(console: Console, log: logging.Logger, total: float, unit: str, what: str) -> Iterator[Advance]:
     """Yields `advance(n)`. The closing line goes to the log in both forms, so that run.log always has the rate."""
     plain = PlainProgress(log, total, unit, what)
-    if not console.is_terminal:
+    if not is_live(console):
         yield plain.advance
     else:
         columns = (

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from eagle3.progress import duration
+from eagle3.progress import duration, is_live
 from eagle3.records import HEADLINES, Record, last_point
 
 POLL_S = 0.5
@@ -119,7 +119,7 @@ class Watch:
         self._rows: list[dict[str, Any]] = []
         self._state: dict[str, Any] = {}
         self._last_line = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if is_live(console) else None
 
     def __enter__(self) -> Watch:
         self._rows = write(self.folder, self.index)

@@ -8,7 +8,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from eagle3.progress import PlainProgress, duration, progress, rate_text
+from eagle3.progress import PlainProgress, duration, is_live, progress, rate_text
 
 LOG = logging.getLogger("eagle3.test_progress")
 
@@ -44,7 +44,10 @@ def test_nothing_to_do_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert "nothing 0 tokens" in caplog.messages[-1]
 
 
-def test_a_terminal_gets_a_bar_and_the_log_the_closing_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_gets_a_bar_and_the_log_the_closing_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     with caplog.at_level(logging.INFO), progress(console, LOG, 10, "tokens", "training") as advance:
@@ -53,6 +56,15 @@ def test_a_terminal_gets_a_bar_and_the_log_the_closing_line(caplog: pytest.LogCa
     assert "training" in screen.getvalue()
     assert "tokens/s" in screen.getvalue()
     assert caplog.messages[-1].startswith("training 10 tokens in")
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich draws no bar on one, so that hours would pass in silence."""
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_live(Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setenv("TERM", "xterm")
+    assert is_live(Console(file=io.StringIO(), force_terminal=True))
+    assert not is_live(Console(file=io.StringIO()))
 
 
 def test_progress_of_a_failing_stage_does_not_claim_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -146,7 +146,8 @@ def test_a_summary_that_cannot_be_written_for_a_while_is_written_later(tmp_path:
     assert read(tmp_path)["a"]["status"] == "done"
 
 
-def test_a_terminal_gets_a_live_table(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_live_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     text = io.StringIO()
     index = {"a": ["layers=late"]}
     begin(tmp_path, "a", os.getpid())
