@@ -55,6 +55,9 @@ class Terminated(KeyboardInterrupt):
 
 def main() -> None:
     """The console script `eagle3` and `python -m eagle3`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us, as some daemons do
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - stays open
     sys.exit(command())
 
 

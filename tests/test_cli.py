@@ -62,6 +62,14 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
+def test_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        line = f'"$0" -m eagle3 stage=adapters {closed}'
+        done = subprocess.run(["bash", "-c", line, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert {result(folder)["status"] for folder in tmp_path.glob("outputs/runs/*/*")} == {"done"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
