@@ -167,6 +167,8 @@ class VllmEngine:
             yield from driver.run(work)
         finally:
             self.last_capture = driver.report
+        if not driver.report:
+            raise self._process.failure("vllm: the engine ended when its last shard was made; all shards are kept")
 
     def generate(
         self, prompts: Sequence[Prompt], *, temperature: float, seed: int, stop_ids: Sequence[int]

@@ -92,8 +92,7 @@ class VllmEngines:
         shards, started = _Shared(work), time.monotonic()
         yield from self._side_by_side(lambda number: self.engines[number].capture_shards(shards, layer_ids, layout))
         reports = [engine.last_capture for engine in self.engines]
-        # An engine that dies when all is done leaves none.
-        self.last_capture = _together(reports, time.monotonic() - started) if all(reports) else {}
+        self.last_capture = _together(reports, time.monotonic() - started)
 
     def generate(
         self, prompts: Sequence[Prompt], *, temperature: float, seed: int, stop_ids: Sequence[int]

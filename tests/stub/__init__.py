@@ -11,7 +11,7 @@ from eagle3.checkpoint import Target
 from eagle3.config import Config
 from tests.vllm.engines import configured
 
-# In a prompt or a document these ids make the engine die, wait two seconds or hang.
+# Twice at the end of a prompt or document, these ids make the engine die, wait for a file named `word`, or hang.
 DIES, WAITS, HANGS = 397, 398, 399
 
 
@@ -20,6 +20,7 @@ class Stub:
 
     def __init__(self, target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.target, self._monkeypatch = target, monkeypatch
+        monkeypatch.setenv("STUB_WORD", str(folder / "word"))
         installed = folder / "installed" / "vllm-0.32.0.dist-info"
         installed.mkdir(parents=True)
         (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")

@@ -13,7 +13,16 @@ import numpy as np
 
 __version__ = "0.32.0"
 NUMBER = (int(os.environ["VLLM_PORT"]) - 5000) // 100
-ACTS = {397: lambda: os.kill(os.getpid(), 9), 398: lambda: time.sleep(2), 399: lambda: time.sleep(600)}
+
+
+def wait_for_word() -> None:
+    """For a minute at most, so that nothing waits for ever."""
+    ends = time.monotonic() + 60
+    while not os.path.exists(os.environ["STUB_WORD"]) and time.monotonic() < ends:
+        time.sleep(0.02)
+
+
+ACTS = {397: lambda: os.kill(os.getpid(), 9), 398: wait_for_word, 399: lambda: time.sleep(600)}
 
 
 class SamplingParams:
@@ -52,9 +61,8 @@ class LLM:
 
     def step(self) -> list[Output]:
         name, ids, params = self.requests.pop(0)
-        for token, act in ACTS.items():
-            if token in ids:
-                act()
+        if len(set(ids[-2:])) == 1 and ids[-1] in ACTS:
+            ACTS[ids[-1]]()
         if name.startswith("shard-"):
             time.sleep(0.004)
             self.write(name, np.array(ids))
