@@ -1,4 +1,4 @@
-"""AdamW that clips and writes the products' copies in one pass over memory, and Muon (walk: step 6).
+"""AdamW that clips and writes the products' copies in one pass over memory (walk: step 6).
 
 torch's fused AdamW reads and writes 28 bytes a parameter, clipping rewrites every gradient before it, and the next
 forward pass reads every master once more to cast it. Joined, that is 30 bytes a parameter instead of 42.
@@ -6,7 +6,7 @@ forward pass reads every master once more to cast it. Joined, that is 30 bytes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,23 +76,19 @@ def _here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-MOMENTUM = 0.95
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the five steps' polynomial (Keller Jordan's)
-
-
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon (arXiv 2502.16982) for the groups marked `muon`, AdamW for the others, under one schedule.
+    """torch's Muon (arXiv 2502.16982) for the groups marked `muon`, AdamW for the others, under one schedule.
 
-    A matrix moves by its momentum's orthogonal part, scaled to the size of AdamW's updates, so that one learning rate
-    serves both. That part costs 5 (4 m^2 n + 2 m^3) FLOPs for [m, n], m the shorter side, whatever the batch. Ranks of
-    a process group, which hold the same weights and gradients, share the matrices and exchange the parts in bf16.
+    Muon's updates are scaled to AdamW's size, so that one learning rate serves both. State and groups are this
+    optimizer's own: the two work on them.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
-        adamw = [group for group in self.param_groups if not group.get("muon")]
+        muon, adamw = ([g for g in self.param_groups if bool(g.get("muon")) == chosen] for chosen in (True, False))
+        self._muon = torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(adamw, fused=adamw[0]["params"][0].is_cuda)
-        for mine, theirs in zip(adamw, self._adamw.param_groups, strict=True):
+        for mine, theirs in zip([*muon, *adamw], [*self._muon.param_groups, *self._adamw.param_groups], strict=True):
             mine.update({key: value for key, value in theirs.items() if key not in mine})
 
     @torch.no_grad()
@@ -102,58 +98,8 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        matrices = [(p, g) for g in self.param_groups if g.get("muon") for p in g["params"] if p.grad is not None]
-        self._orthogonal_step(matrices)
-        self._adamw.state = self.state  # loading a state makes new ones
-        self._adamw.param_groups = [group for group in self.param_groups if not group.get("muon")]
-        self._adamw.step()
+        for part, chosen in ((self._muon, True), (self._adamw, False)):
+            part.state = self.state  # loading a state makes new ones
+            part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == chosen]
+            part.step()
         return loss
-
-    def _orthogonal_step(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if shared else (0, 1)
-        exchanges: list[torch.distributed.Work | None] = []
-        parts: list[Tensor] = []
-        for (weight, _), owner in zip(matrices, owners([weight.shape for weight, _ in matrices], ranks), strict=True):
-            assert weight.grad is not None
-            state = self.state[weight]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-            momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - MOMENTUM)
-            if owner == rank:
-                part = orthogonal_part(weight.grad.lerp(momentum, MOMENTUM)).contiguous()
-            else:
-                part = torch.empty_like(weight, dtype=torch.bfloat16)
-            exchanges.append(torch.distributed.broadcast(part, owner, async_op=True) if ranks > 1 else None)
-            parts.append(part)
-        for (weight, group), part, exchange in zip(matrices, parts, exchanges, strict=True):
-            if exchange is not None:
-                exchange.wait()
-            lr = float(group["lr"])
-            weight.mul_(1 - lr * group["weight_decay"])
-            weight.add_(part, alpha=-0.2 * lr * max(weight.shape) ** 0.5)
-
-
-def orthogonal_part(matrix: Tensor) -> Tensor:
-    """U V^T of a matrix U S V^T [m, n], nearly, in bf16: five Newton-Schulz steps, whose products run in bf16.
-
-    Singular values end between about 0.7 and 1.2. Source: kellerjordan.github.io/posts/muon.
-    """
-    a, b, c = NEWTON_SCHULZ
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16().T if tall else matrix.bfloat16()  # so that what is squared is of the shorter side
-    x = x / x.norm().clamp_min(1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-def owners(sizes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """Which rank makes each matrix's orthogonal part, so that all have about the same to do."""
-    costs = [min(size) ** 2 * (2 * max(size) + min(size)) for size in sizes]
-    found, loads = [0] * len(costs), [0] * ranks
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        found[index] = loads.index(min(loads))
-        loads[found[index]] += costs[index]
-    return found
