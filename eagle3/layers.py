@@ -26,7 +26,7 @@ def fraction_ids(fractions: Sequence[float], num_layers: int) -> tuple[int, ...]
     return tuple(int(fraction * num_layers + 0.5) for fraction in fractions)
 
 
-def _override(ids: Sequence[int]) -> str:
+def override(ids: Sequence[int]) -> str:
     """The selection as one types it into a shell."""
     return f"'layers.ids=[{','.join(map(str, ids))}]'"
 
@@ -38,7 +38,7 @@ def check_ids(ids: Sequence[int], num_layers: int, where: str = "layers.ids") ->
     """
     if not ids:
         raise RequestError(
-            f"{where}: found no layer, expected at least one; try layers=eagle or {_override((2, 15, 27))}"
+            f"{where}: found no layer, expected at least one; try layers=eagle or {override((2, 15, 27))}"
         )
     resolved = tuple(num_layers + i if i < 0 else i for i in ids)
     shown = list(ids)
@@ -51,12 +51,12 @@ def check_ids(ids: Sequence[int], num_layers: int, where: str = "layers.ids") ->
     if len(set(resolved)) != len(resolved):
         raise RequestError(
             f"{where}: {shown} selects {list(resolved)}, which repeats a layer of this {num_layers}-layer model; "
-            f"expected distinct ids; set them yourself, for example {_override((1, 2, max(num_layers - 1, 3)))}"
+            f"expected distinct ids; set them yourself, for example {override((1, 2, max(num_layers - 1, 3)))}"
         )
     if list(resolved) != sorted(resolved):
         raise RequestError(
             f"{where}: {shown} selects {list(resolved)}, expected ascending ids (the drafter's fc reads them in this "
-            f"order); try {_override(sorted(resolved))}"
+            f"order); try {override(sorted(resolved))}"
         )
     return resolved
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3 import layers
 from eagle3.errors import RequestError, StoreError
 from eagle3.shard_index import INDEX_NAME, ShardIndex
 from eagle3.shards import Layout, data_start, fill_rows
@@ -132,7 +133,7 @@ class StatesStore:
         if layer_id not in self.manifest["layer_ids"]:
             raise RequestError(
                 f"{self.folder}: holds layers {list(self.layer_ids)}, asked for {layer_id}; run "
-                f"`eagle3 stage=extract 'layers.ids=[{layer_id}]'` to add it"
+                f"`eagle3 stage=extract {layers.override([layer_id])}` to add it"
             )
         if len(rows) != self.lengths[place]:
             raise StoreError(

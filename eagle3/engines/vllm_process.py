@@ -145,7 +145,7 @@ class EngineProcess:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._connection.send(("close",))
                 self._process.wait(CLOSE_SECONDS)
-        kill_group(self._process.pid, self._held)
+        self.kill()
         self._process.wait()
         self._connection.close()
 
@@ -247,7 +247,7 @@ def first_exception(log: str) -> str | None:
         if DIED.match(line):
             return line
         if line.startswith("Traceback (most recent call last)"):
-            for ending in lines[start + 1 :]:
-                if ending and not ending.startswith((" ", "\t")):
-                    return ending
+            for following in lines[start + 1 :]:
+                if following and not following.startswith((" ", "\t")):
+                    return following
     return None

@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3 import layers
 from eagle3.artifacts import Artifact, Artifacts
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
@@ -171,7 +172,7 @@ def _inputs(cfg: Config, run: Run, target: Target, states: Artifact) -> Training
     if absent:
         raise RequestError(
             f"layers: {states.folder} holds layers {list(store.layer_ids)}, the drafter reads {list(ids)}; run "
-            f"`{extract.MAKE} 'layers.ids=[{','.join(map(str, ids))}]'` to add {absent}"
+            f"`{extract.MAKE} {layers.override(ids)}` to add {absent}"
         )
     given = cfg.inputs.prepared or store.manifest["prepared"]
     prepared = Prepared.open(run.read(run.artifacts.resolve("prepared", given, None, prepare.MAKE)).folder)
