@@ -116,29 +116,28 @@ class FusedStep:
         return self._rotary
 
 
-# Latent heads' widths (without position, with it, values) whose kernels ran on a GPU in bf16: DeepSeek's and Kimi's.
-# Narrower ones and fp32 have not run there since `operands.padded_widths` went round a fault of the assembler.
-LATENT_WIDTHS = (128, 64, 128)
-DENSE_WIDTH = 128  # of a head, at most: the backward kernel's tiles of wider ones pass Hopper's 227 KB of shared memory
+# Of a head, at most: the backward kernel's tiles of wider ones pass Hopper's 227 KB of shared memory.
+DENSE_WIDTH = 128
+LATENT_WIDTHS = (128, 64, 128)  # without position, with it, values; DeepSeek's and Kimi's are the widest known
 
 
-def fits(drafter: Eagle3Drafter, dtype: torch.dtype) -> bool:
-    """Whether `FusedStep` can train this drafter on its GPU, computing in `dtype`: with Triton, weights in fp32.
+def fits(drafter: Eagle3Drafter) -> bool:
+    """Whether `FusedStep` can train this drafter on its GPU: with Triton, weights in fp32.
 
     A drafter whose heads the kernels do not take goes the plain path.
     """
     weight, shape = drafter.fc.weight, drafter.shape
     plain = type(weight.data) in (Tensor, DTensor) and weight.dtype == torch.float32
-    return plain and heads_fit(shape, dtype) and shape.hidden_act == "silu" and find_spec("triton") is not None
+    return plain and heads_fit(shape) and shape.hidden_act == "silu" and find_spec("triton") is not None
 
 
-def heads_fit(shape: DrafterShape, dtype: torch.dtype) -> bool:
-    """Whether attention's kernels take heads of these widths in `dtype`: dense ones up to `DENSE_WIDTH`, and latent
-    ones of `LATENT_WIDTHS` in bf16."""
+def heads_fit(shape: DrafterShape) -> bool:
+    """Whether attention's kernels take heads of these widths: dense ones up to `DENSE_WIDTH`, latent ones up to
+    `LATENT_WIDTHS`."""
     if shape.attention == "dense":
         return shape.head_dim <= DENSE_WIDTH
     widths = (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim)
-    return dtype == torch.bfloat16 and widths == LATENT_WIDTHS
+    return all(width <= most for width, most in zip(widths, LATENT_WIDTHS, strict=True))
 
 
 def _normed(states: Tensor, norm: Any) -> Tensor:

@@ -339,9 +339,9 @@ class DrafterTraining(LightningModule):
 
     def _fuse(self) -> None:
         """Takes the written-out step where this drafter and precision have one."""
-        dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
-        if not fits(self.drafter, dtype):
+        if not fits(self.drafter):
             return
+        dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
         teacher = DraftTeacher(self.teacher.normed, self.teacher.weight, self.target_ids)
         self.teacher.weight = teacher.weight[:0]  # the rows live on in their new order
         self.fused = FusedStep(
