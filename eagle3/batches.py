@@ -1,14 +1,16 @@
 """Packed batches out of the store: whole documents, one behind the other, no padding (step 5 of the walk).
 
 Only the layers that the drafter reads are read, one contiguous slice a document and layer, straight to its place in the
-batch or through memory that is used again. What a batch holds is its own and goes with it.
+batch. What a batch holds is its own and goes with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +39,10 @@ class PackedBatch:
     """Documents of T tokens together, one behind the other.
 
     input_ids, position_ids int64 [T]; loss_mask bool [T]; cu_seqlens int64 [B+1], the documents' bounds;
-    hidden_states [T, K * H_target] and final_states [T, H_target] in the store's dtype; `slots` and `blocks` say which
-    rows each unroll step computes, supervises and attends from; `row_counts` int64 [steps] are the supervised rows of
-    the whole optimizer step (all ranks, all accumulated batches), by which its losses are divided.
+    hidden_states [T, K, H_target], in memory layer by layer where they were read, and final_states [T, H_target] in the
+    store's dtype; `slots` and `blocks` say which rows each unroll step computes, supervises and attends from;
+    `row_counts` int64 [steps] are the supervised rows of the whole optimizer step (all ranks, all accumulated batches),
+    by which its losses are divided.
     """
 
     input_ids: Tensor
@@ -268,22 +271,22 @@ class PackedDataModule(LightningDataModule):
         )
 
     def _read(self, samples: Sequence[Sample], pinned: bool) -> tuple[Tensor, Tensor]:
-        """The captured states [T, K * H] and the final states [T, H] of samples, one behind the other."""
-        lengths = [len(sample.input_ids) for sample in samples]
-        dtype, width, layers = self.store.layout.torch_dtype, self.store.layout.hidden_size, len(self.layer_ids)
-        hidden_states = torch.empty(sum(lengths), layers * width, dtype=dtype, pin_memory=pinned)
-        final_states = torch.empty(sum(lengths), width, dtype=dtype, pin_memory=pinned)
-        # A layer's rows lie apart in the batch, together in the file; this memory stays in the processor's caches.
-        through = torch.empty(max(lengths, default=0), width, dtype=dtype)
-        start = 0
-        for sample, length in zip(samples, lengths, strict=True):
-            stop = start + length
-            self.store.read_into(final_states[start:stop], sample.id, self.store.final_id)
-            for number, layer_id in enumerate(self.layer_ids):
-                self.store.read_into(through[:length], sample.id, layer_id)
-                hidden_states[start:stop, number * width : (number + 1) * width] = through[:length]
-            start = stop
-        return hidden_states, final_states
+        """The captured states [T, K, H] and the final states [T, H] of samples, one behind the other.
+
+        A layer's rows lie together as in its file: nothing is copied but by the kernel, for each layer in a thread.
+        """
+        bounds = [0, *itertools.accumulate(len(sample.input_ids) for sample in samples)]
+        layers, layout = [*self.layer_ids, self.store.final_id], self.store.layout
+        shape = len(layers), bounds[-1], layout.hidden_size
+        states = torch.empty(shape, dtype=layout.torch_dtype, pin_memory=pinned)
+
+        def read(number: int) -> None:
+            for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
+                self.store.read_into(states[number, start:stop], sample.id, layers[number])
+
+        with ThreadPoolExecutor(len(layers), thread_name_prefix="eagle3-read") as pool:
+            list(pool.map(read, range(len(layers))))
+        return states[:-1].transpose(0, 1), states[-1]
 
     def setup(self, stage: str) -> None:
         """Training without a validation sample is said, and Lightning told not to look for any."""

@@ -249,8 +249,8 @@ class Eagle3Drafter(nn.Module):
         return F.embedding(input_ids, self.embedding).to(self.dtype)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """The target's captured states [T, K * H_target], in the order of `layer_ids`, → features [T, H]."""
-        states = hidden_states.to(self.dtype)
+        """The target's captured states [T, K, H_target], in the order of `layer_ids`, or [T, K * H_target] → features [T, H]."""
+        states = hidden_states.flatten(1).to(self.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -269,7 +269,7 @@ class Eagle3Drafter(nn.Module):
         """All unroll steps of a packed batch of T tokens, teacher-forced: → normed outputs [M, H] of supervised slots.
 
         The M rows come step by step in the order of `slots`; `lm_head` of them are the draft logits. `hidden_states`
-        [T, K * H_target]; `blocks[k]` cuts `slots.rows[k]` for the attention.
+        [T, K, H_target]; `blocks[k]` cuts `slots.rows[k]` for the attention.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         # Step 0: keys and values of every row; its last token's column in a document is never attended to.

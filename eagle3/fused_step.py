@@ -94,8 +94,8 @@ class FusedStep:
         )
 
     def fuse(self, hidden_states: Tensor, fc: Tensor) -> Tensor:
-        """Captured states [T, K * H_target] → features [T, H] in the products' dtype."""
-        drafter, states = self.drafter, hidden_states.to(self.dtype)
+        """Captured states [T, K, H_target] → features [T, H] in the products' dtype."""
+        drafter, states = self.drafter, hidden_states.flatten(1).to(self.dtype)
         if drafter.input_norm is not None:
             states = _normed(states, drafter.input_norm)
         if drafter.fc_norm is not None:

@@ -1,7 +1,7 @@
 """Batches read ahead and copied to a GPU behind its work (walk: step 5 → 6).
 
 A thread reads the next batches into page-locked memory (torch releases the interpreter while it copies) and sends them
-on a stream of their own, so that a training step finds its batch on the device.
+on a stream of their own, so that a training step finds its batch on the device, the layers of a token together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def prefetched(batches: Iterator[PackedBatch], device: torch.device, depth: int 
                     return
                 with torch.cuda.stream(stream):
                     moved = batch.pin_memory().to(device, non_blocking=True)
+                    moved = replace(moved, hidden_states=moved.hidden_states.contiguous())
                 put((moved, stream.record_event()))
             put(None)
         except Exception as error:  # it belongs to whoever asks for the batch

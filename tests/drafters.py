@@ -47,7 +47,7 @@ def pack(
     texts = [(document.sample_id, document.input_ids, document.loss_mask) for document in documents]
     hidden_states = final_states = torch.empty(0, 0)
     if documents:
-        hidden_states = torch.cat([torch.cat([*document.hidden_states], dim=-1) for document in documents])
+        hidden_states = torch.cat([torch.stack([*document.hidden_states], dim=1) for document in documents])
         final_states = torch.cat([document.final_states for document in documents])
     return assemble(texts, hidden_states, final_states, steps, in_draft_vocab, alignment, row_counts, with_layout)
 

@@ -93,8 +93,8 @@ def test_a_batch_holds_whole_documents_with_their_own_states(tmp_path: Path) -> 
         assert batch.input_ids[part].tolist() == sample.input_ids.tolist()
         assert batch.loss_mask[part].tolist() == sample.loss_mask.tolist()
         assert batch.position_ids[part].tolist() == list(range(LENGTHS[row]))
-        assert torch.equal(batch.hidden_states[part, :8], states_of(row, 1, LENGTHS[row], 8))
-        assert torch.equal(batch.hidden_states[part, 8:], states_of(row, 3, LENGTHS[row], 8))
+        assert torch.equal(batch.hidden_states[part, 0], states_of(row, 1, LENGTHS[row], 8))
+        assert torch.equal(batch.hidden_states[part, 1], states_of(row, 3, LENGTHS[row], 8))
         assert torch.equal(batch.final_states[part], states_of(row, FINAL, LENGTHS[row], 8))
 
 
@@ -190,7 +190,7 @@ def test_a_rank_without_documents_has_an_empty_batch(tmp_path: Path) -> None:
     assert sizes == [0, 0, 0, 5]
     for loader in batches:
         for batch in loader:
-            assert batch.hidden_states.shape == (batch.tokens, 16)
+            assert batch.hidden_states.shape == (batch.tokens, 2, 8)
             assert batch.final_states.shape == (batch.tokens, 8)
 
 

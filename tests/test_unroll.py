@@ -60,7 +60,7 @@ def fused_step(
     batch = pack(docs, steps, None if target_ids is None else drafter.t2d.cpu().numpy(), alignment, with_layout=True)
     if not docs:  # the data module gives an empty batch its widths
         width = drafter.shape.target_hidden_size
-        shaped = {"hidden_states": torch.empty(0, len(drafter.shape.layer_ids) * width)}
+        shaped = {"hidden_states": torch.empty(0, len(drafter.shape.layer_ids), width)}
         batch = dataclasses.replace(batch, **shaped, final_states=torch.empty(0, width))
     batch, dtype = batch.to(device), dtype or drafter.dtype
     teacher = Teacher(drafter.shape.vocab_size, drafter.shape.hidden_size).to(

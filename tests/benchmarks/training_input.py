@@ -40,15 +40,14 @@ class Mapped(PackedDataModule):
 
     def _read(self, samples: Sequence[Sample], pinned: bool) -> tuple[Tensor, Tensor]:
         width, lengths = self.store.layout.hidden_size, [len(sample.input_ids) for sample in samples]
-        hidden_states = torch.empty(sum(lengths), len(self.layer_ids) * width, dtype=self.store.layout.torch_dtype)
+        hidden_states = torch.empty(sum(lengths), len(self.layer_ids), width, dtype=self.store.layout.torch_dtype)
         final_states = torch.empty(sum(lengths), width, dtype=self.store.layout.torch_dtype)
         start = 0
         for sample, length in zip(samples, lengths, strict=True):
             stop = start + length
             final_states[start:stop] = self._rows(sample.id, self.store.final_id, length)
             for number, layer_id in enumerate(self.layer_ids):
-                part = hidden_states[start:stop, number * width : (number + 1) * width]
-                part.copy_(self._rows(sample.id, layer_id, length))
+                hidden_states[start:stop, number].copy_(self._rows(sample.id, layer_id, length))
             start = stop
         return hidden_states, final_states
 
