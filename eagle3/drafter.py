@@ -249,7 +249,7 @@ class Eagle3Drafter(nn.Module):
         return F.embedding(input_ids, self.embedding).to(self.dtype)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """The target's captured states [T, K, H_target], in the order of `layer_ids`, or [T, K * H_target] → features [T, H]."""
+        """The target's states [T, K, H_target] in the order of `layer_ids`, or [T, K * H_target], → features [T, H]."""
         states = hidden_states.flatten(1).to(self.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)

@@ -2,6 +2,9 @@
 
 Several shards are in flight at once, so that the engine never drains between them. A shard is complete when every rank
 has written its part; the parts' checksums are summed up here, which also shows that no row is missing.
+
+Workers answer between two batches, and for that the engine lets its GPUs run dry: some 7 ms with two of them. So they
+are called seldom, and asked what is done when shards are handed to them anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ if TYPE_CHECKING:
     from eagle3.tokens import Sample
 
 RING_SLOTS, WRITERS = 3, 8
-POLL_SECONDS, LAST_POLL_SECONDS = 0.25, 0.005
-# Batches of tokens that wait in the engine, so that it never waits for this process.
+# Between two questions while batches run, after the last one, and the longest wait for a request that ends.
+POLL_SECONDS, LAST_POLL_SECONDS, WAIT_SECONDS = 2.0, 0.005, 0.25
+# Batches of tokens that wait in the engine at most, so that it never waits for this process; shards are handed over
+# when half of them are done.
 WINDOW_BATCHES = 8
+
+Request = tuple[str, list[int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -153,22 +160,18 @@ class CaptureDriver:
 
     def run(self, work: Iterable[ShardWork]) -> Iterator[ShardWork]:
         """Yields each shard when its members are settled. See `VllmEngine.capture_shards` for what it raises."""
-        started, waiting, more = time.monotonic(), iter(work), True
+        started, waiting = time.monotonic(), iter(work)
         polled = drained = started
         try:
             while True:
-                while more and sum(self._in_flight.values()) < self.window:
-                    following = next(waiting, None)
-                    if following is None:
-                        more = False
-                    elif not self._submit(following):
-                        yield following
+                handed, empty = self._refill(waiting)
+                yield from empty
                 if not self._open and not self._in_flight:
                     return
-                for request_id, _, _ in self.process.finished(POLL_SECONDS if self._in_flight else LAST_POLL_SECONDS):
+                for request_id, _, _ in self.process.finished(self._patience(handed)):
                     self._in_flight.pop(request_id, None)
                     drained = time.monotonic()
-                if self._in_flight and time.monotonic() - polled < POLL_SECONDS:
+                if not handed and self._in_flight and time.monotonic() - polled < POLL_SECONDS:
                     continue
                 answers, polled = self.process.call("eagle3_poll", waiting=self._clock.check), time.monotonic()
                 self._clock.moved(
@@ -199,8 +202,30 @@ class CaptureDriver:
                 }
             self._clock.close()
 
-    def _submit(self, work: ShardWork) -> bool:
-        """Opens a shard in all workers and queues its samples; false when it has none to capture."""
+    def _patience(self, handed: bool) -> float:
+        """Seconds to wait for a request that ends: none when the workers are to answer as well as take new shards."""
+        if handed:
+            return 0.0
+        return WAIT_SECONDS if self._in_flight else LAST_POLL_SECONDS
+
+    def _refill(self, waiting: Iterator[ShardWork]) -> tuple[bool, list[ShardWork]]:
+        """Opens shards in all workers and queues their samples until the window is full, once half of it is done.
+
+        Returns whether there were any, and the shards that have no sample to capture.
+        """
+        shards: list[dict[str, Any]] = []
+        requests: list[Request] = []
+        empty: list[ShardWork] = []
+        if sum(self._in_flight.values()) <= self.window // 2:
+            while sum(self._in_flight.values()) < self.window and (work := next(waiting, None)) is not None:
+                if not self._take(work, shards, requests):
+                    empty.append(work)
+        if shards:
+            self.process.submit(requests, ("eagle3_open", (shards,)))
+        return bool(shards), empty
+
+    def _take(self, work: ShardWork, shards: list[dict[str, Any]], requests: list[Request]) -> bool:
+        """Adds a shard for the workers to open and the requests of its samples; false when it has none to capture."""
         plan, writer = work.writer.plan, work.writer
         members = [m for m, sample_id in enumerate(plan.sample_ids) if sample_id not in writer.rejected]
         for member in members:
@@ -223,10 +248,11 @@ class CaptureDriver:
         }
         # Sampling one token is the least that vLLM does; it is never fed back.
         sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-        requests = [(f"{key}-{member}", row.tolist(), sampling) for member, row in zip(members, ids, strict=True)]
-        self._in_flight.update((request_id, len(row)) for request_id, row, _ in requests)
+        for member, row in zip(members, ids, strict=True):
+            requests.append((f"{key}-{member}", row.tolist(), sampling))
+            self._in_flight[f"{key}-{member}"] = len(row)
         self._open[key] = ShardProgress(work, members)
-        self.process.submit(requests, ("eagle3_open", ([shard],)))
+        shards.append(shard)
         return True
 
     def _complete(self, answers: Sequence[Mapping[str, Any]]) -> Iterator[ShardWork]:
