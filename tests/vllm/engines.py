@@ -57,11 +57,13 @@ def make_samples(lengths: Iterable[int], seed: int = 0, shared: int = 0) -> list
     return made
 
 
-def hugging_face(target: Target, samples: Sequence[Sample]) -> dict[str, list[torch.Tensor]]:
-    """States at ids 0 ... n of each sample, one at a time."""
+def hugging_face(
+    target: Target, samples: Sequence[Sample], dtype: torch.dtype = torch.float32
+) -> dict[str, list[torch.Tensor]]:
+    """States at ids 0 ... n of each sample, one at a time, computed in `dtype` on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype).eval()
     ids = range(target.shape.num_layers + 1)
     found: dict[str, list[torch.Tensor]] = {}
     for sample in samples:
