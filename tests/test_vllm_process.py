@@ -54,7 +54,10 @@ class LLM:
 
 CORE = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), name='Core').start()"
 # A title as vLLM gives its workers, which are the engine's children and may be any process's of ours.
-WORKER = "workers.append(subprocess.Popen(['VLLM::Worker_TP1', '600'], executable='/bin/sleep'))"
+WORKER = (
+    "workers.append(subprocess.Popen(['VLLM::Worker_TP1', '600'], executable='/bin/sleep'))\n"
+    "        while not open(f'/proc/{workers[0].pid}/cmdline').read(): pass"
+)
 
 
 def start(tmp_path: Path, load: str) -> EngineProcess:

@@ -44,7 +44,7 @@ def main() -> int:
         vllm: Any = importlib.import_module("vllm")
         llm = vllm.LLM(**arguments)
         engine = multiprocessing.active_children()
-        threading.Thread(target=report_death, args=(connection, engine), daemon=True).start()
+        threading.Thread(target=report_death, args=(connection, engine, open_workers()), daemon=True).start()
         connection.send(("ready", vllm.__version__))
         serve(llm, connection)
     except EOFError:
@@ -66,15 +66,20 @@ def end_with_other_side(descriptor: int) -> None:
     kill_group(os.getpgid(0))
 
 
-def report_death(connection: Connection, engine: list[BaseProcess]) -> None:
-    """Waits until a process that vLLM started ends, and says so when vLLM does not: whoever waits for its answer to a
-    call would wait for ever. Workers are the engine's children, whose end it may take half a minute to tell.
-    """
+def open_workers() -> dict[int, str]:
+    """A descriptor of each worker that lives, and its title: nothing would tell of one that died before this."""
     workers: dict[int, str] = {}
     for process, title in group_titles(os.getpgid(0)):
         if title.startswith(WORKER):
             with suppress(OSError):  # gone already, or a kernel without such descriptors
                 workers[os.pidfd_open(process)] = title
+    return workers
+
+
+def report_death(connection: Connection, engine: list[BaseProcess], workers: dict[int, str]) -> None:
+    """Waits until a process that vLLM started ends, and says so when vLLM does not: whoever waits for its answer to a
+    call would wait for ever. Workers are the engine's children, whose end it may take half a minute to tell.
+    """
     if not engine and not workers:
         return
     over = wait([*(process.sentinel for process in engine), *workers])
