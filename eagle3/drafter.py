@@ -160,6 +160,17 @@ class DraftCache:
         return keys, values
 
 
+class DraftHead(nn.Linear):
+    """The drafter's lm_head [D, H]."""
+
+    def forward(self, input: Tensor, step: Callable[..., Any] | None = None, *args: Any) -> Any:
+        """Draft logits of rows [..., H]; or `step(rows, *args)`, which reads the weight itself.
+
+        So that a strategy may gather the weight behind what comes before, and send its gradient off once it is made.
+        """
+        return super().forward(input) if step is None else step(input, *args)
+
+
 class Eagle3Drafter(nn.Module):
     """The drafter on the target's frozen embedding [V, H], which is not part of its state dict."""
 
@@ -184,7 +195,7 @@ class Eagle3Drafter(nn.Module):
         self.fc = nn.Linear(states * width, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.lm_head = DraftHead(shape.hidden_size, shape.draft_vocab_size, bias=False)
         self.rotary = Rotary(shape)
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         in_vocab = torch.arange(shape.vocab_size) < shape.draft_vocab_size

@@ -44,7 +44,9 @@ class FusedStep:
         self.chunk_bytes, self.recompute = chunk_bytes, recompute
         self.drafter, self.teacher, self.dtype, self.mix, self.mask_oov = drafter, teacher, dtype, mix, mask_oov
         # None where weights come and go: FSDP2 gathers them for each step, so their copies are made anew each time.
-        self.copies = None if isinstance(drafter.fc.weight, DTensor) else self._copies()
+        self.copies = None
+        if not isinstance(drafter.fc.weight, DTensor):
+            self.copies = ComputeWeights([*self._groups(), [drafter.lm_head.weight]], dtype)
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -61,12 +63,12 @@ class FusedStep:
             own = (attention.q_proj, attention.k_proj, attention.v_proj)
         return [part.weight for part in (*common, *norms, *own)]
 
-    def _copies(self) -> ComputeWeights:
+    def _groups(self) -> list[list[Tensor]]:
+        """The matrices but for the head's, those together that share an input."""
         out, gate, up, down, *own = (weight for weight in self.params if weight.ndim > 1)
         latent = self.drafter.shape.attention == "mla"
         joined = [own[:2], own[2:3], own[3:]] if latent else [own]
-        groups = [[out], [gate, up], [down], *joined, [self.drafter.fc.weight], [self.drafter.lm_head.weight]]
-        return ComputeWeights(groups, self.dtype)
+        return [[out], [gate, up], [down], *joined, [self.drafter.fc.weight]]
 
     def __call__(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         """`step_weights` [steps] = decay^k over the rows supervised at k in the whole optimizer step."""
@@ -76,15 +78,23 @@ class FusedStep:
     def _loss(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         drafter = self.drafter
         embeddings = F.embedding(batch.input_ids, drafter.embedding).to(self.dtype)
-        *products, fc, head = (self.copies or self._copies()).fresh()
+        copies = self.copies or ComputeWeights(self._groups(), self.dtype)
+        *products, fc = copies.fresh()[: len(self._groups())]
         features = self.fuse(batch.hidden_states, fc)
         rotary = self.rotary(layout)
         outputs = unroll(features, embeddings, layout, rotary, drafter.shape, self.params, products, self.recompute)
+        return drafter.lm_head(outputs, self._compare, batch.final_states, layout, step_weights)
+
+    def _compare(self, outputs: Tensor, final_states: Tensor, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
+        """The head and the loss of the unroll's outputs."""
+        weight = self.drafter.lm_head.weight
+        copy = weight.detach().to(self.dtype) if self.copies is None else self.copies.copy_of(weight)
+        assert copy is not None
         return stacked_loss(
             outputs,
-            drafter.lm_head.weight,
-            head,
-            batch.final_states,
+            weight,
+            copy,
+            final_states,
             self.teacher,
             layout,
             step_weights,

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from eagle3.drafter import Eagle3Drafter
+
 STRATEGY = "fsdp2"
 
 
@@ -45,11 +47,15 @@ class ShardedStrategy(DDPStrategy):
 
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(self._drafter(), mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        drafter = self._drafter()
+        # The head by itself: it travels behind the unroll, both ways.
+        head = fully_shard(drafter.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        whole = fully_shard(drafter, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        whole.set_modules_to_forward_prefetch([head])
 
-    def _drafter(self) -> nn.Module:
+    def _drafter(self) -> Eagle3Drafter:
         drafter = getattr(self.lightning_module, "drafter", None)
-        assert isinstance(drafter, nn.Module)
+        assert isinstance(drafter, Eagle3Drafter)
         return drafter
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

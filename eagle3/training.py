@@ -150,18 +150,21 @@ class DrafterTraining(LightningModule):
         outside = self.oov_memory.recall(batch) if remember else None
         teacher = self.teacher if outside is None else self._draft_teacher
         hidden = drafter.unroll(batch.input_ids, batch.hidden_states, batch.position_ids, batch.slots, batch.blocks)
-        result = unroll_loss(
+        result = drafter.lm_head(
             hidden,
-            drafter.lm_head.weight,
-            batch.final_states,
-            lambda states: teacher(states.to(teacher.weight.dtype)),
-            batch.slots,
-            weights,
-            self.target_ids,
-            None if self.target_ids is None else drafter.t2d,
-            self.row_loss,
-            self.settings.oov,
-            outside=outside,
+            lambda rows: unroll_loss(
+                rows,
+                drafter.lm_head.weight,
+                batch.final_states,
+                lambda states: teacher(states.to(teacher.weight.dtype)),
+                batch.slots,
+                weights,
+                self.target_ids,
+                None if self.target_ids is None else drafter.t2d,
+                self.row_loss,
+                self.settings.oov,
+                outside=outside,
+            ),
         )
         if remember and outside is None:
             self.oov_memory.learn(batch, result)
