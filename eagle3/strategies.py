@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from eagle3.drafter import Eagle3Drafter
+from eagle3.drafter import DraftHead, Eagle3Drafter
 
 STRATEGY = "fsdp2"
 
@@ -88,6 +88,9 @@ class ShardedStrategy(DDPStrategy):
         """Leaves a whole drafter behind, on every rank."""
         drafter = self._drafter() if self._trained else None
         super().teardown()
+        if drafter is not None:  # the sharded head asks the other ranks for its weight, which may be gone
+            old = drafter.lm_head
+            drafter.lm_head = DraftHead(old.in_features, old.out_features, bias=False, device="meta")
         for name, tensor in self._trained.items():
             parent, _, last = name.rpartition(".")
             assert drafter is not None
