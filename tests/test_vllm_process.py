@@ -214,6 +214,12 @@ def test_a_call_that_is_never_answered_since_a_process_died_is_an_error(tmp_path
     process.close()
 
 
+def test_a_python_that_has_no_descriptors_of_processes_loads_an_engine_of_several_workers(tmp_path: Path) -> None:
+    process = start(tmp_path, f"{WORKER}\n        del os.pidfd_open")
+    assert process.wait_ready(ignore) == "9.9"
+    process.close()
+
+
 def test_closing_ends_all_that_the_engine_started(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))
     process = start(tmp_path, "subprocess.Popen(['sleep', '600'])")

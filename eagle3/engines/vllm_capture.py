@@ -10,7 +10,7 @@ are called seldom, and asked what is done when shards are handed to them anyway.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +164,7 @@ class CaptureDriver:
         polled = drained = started
         try:
             while True:
-                handed, empty = self._refill(waiting)
-                yield from empty
+                handed = yield from self._refill(waiting)
                 if not self._open and not self._in_flight:
                     return
                 for request_id, _, _ in self.process.finished(self._patience(handed)):
@@ -208,21 +207,21 @@ class CaptureDriver:
             return 0.0
         return WAIT_SECONDS if self._in_flight else LAST_POLL_SECONDS
 
-    def _refill(self, waiting: Iterator[ShardWork]) -> tuple[bool, list[ShardWork]]:
+    def _refill(self, waiting: Iterator[ShardWork]) -> Generator[ShardWork, None, bool]:
         """Opens shards in all workers and queues their samples until the window is full, once half of it is done.
 
-        Returns whether there were any, and the shards that have no sample to capture.
+        Yields the shards that have no sample to capture, so that none stays open behind others; returns whether the
+        workers were handed any.
         """
         shards: list[dict[str, Any]] = []
         requests: list[Request] = []
-        empty: list[ShardWork] = []
         if sum(self._in_flight.values()) <= self.window // 2:
             while sum(self._in_flight.values()) < self.window and (work := next(waiting, None)) is not None:
                 if not self._take(work, shards, requests):
-                    empty.append(work)
+                    yield work
         if shards:
             self.process.submit(requests, ("eagle3_open", (shards,)))
-        return bool(shards), empty
+        return bool(shards)
 
     def _take(self, work: ShardWork, shards: list[dict[str, Any]], requests: list[Request]) -> bool:
         """Adds a shard for the workers to open and the requests of its samples; false when it has none to capture."""

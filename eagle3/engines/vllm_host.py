@@ -71,7 +71,8 @@ def open_workers() -> dict[int, str]:
     workers: dict[int, str] = {}
     for process, title in group_titles(os.getpgid(0)):
         if title.startswith(WORKER):
-            with suppress(OSError):  # gone already, or a kernel without such descriptors
+            # Gone already, or a kernel without such descriptors, or a Python: conda's is built for old kernels.
+            with suppress(OSError, AttributeError):
                 workers[os.pidfd_open(process)] = title
     return workers
 
