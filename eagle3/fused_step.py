@@ -128,7 +128,7 @@ class FusedStep:
 
 # Of a head, at most: the backward kernel's tiles of wider ones pass Hopper's 227 KB of shared memory.
 DENSE_WIDTH = 128
-LATENT_WIDTHS = (128, 64, 128)  # without position, with it, values; DeepSeek's and Kimi's are the widest known
+LATENT_WIDTHS = (128, 64, 128)  # the same without position, with it, and of values: DeepSeek's and Kimi's
 
 
 def fits(drafter: Eagle3Drafter) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,25 @@ def test_what_a_disk_refuses_as_direct_is_written_through_the_cache(tmp_path: Pa
     write_at(file, raw(states)[:100], 0)
     os.close(file)
     assert np.array_equal(np.fromfile(path, np.float32).reshape(8, 128), states.numpy())
+
+
+def test_threads_that_are_refused_at_once_all_write_through_the_cache(tmp_path: Path) -> None:
+    data, threads = raw(filled(64, 128)), 8
+    together = threading.Barrier(threads)
+
+    def write(number: int) -> None:
+        together.wait()
+        part = slice(number * 1000 + 100, number * 1000 + 1100)
+        write_at(file, data[part], part.start)
+
+    for attempt in range(100):
+        path = tmp_path / str(attempt)
+        path.touch()
+        file = open_for_rows(path, 512)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(write, range(threads)))
+        os.close(file)
+        assert path.read_bytes()[100:] == bytes(data[100 : threads * 1000 + 100])
 
 
 def test_other_errors_are_raised(tmp_path: Path) -> None:

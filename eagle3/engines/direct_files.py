@@ -45,11 +45,12 @@ def is_direct(file: int) -> bool:
 def write_at(file: int, data: memoryview, offset: int) -> None:
     """Writes all of `data` at `offset`; a file that refuses this as a direct write is buffered from then on."""
     while data:
+        direct = is_direct(file)  # before: another thread may turn it off in between
         try:
             written = os.pwrite(file, data, offset)
         except OSError as error:
             # EFAULT: memory that a device driver has pinned may be out of a disk's reach.
-            if error.errno not in (errno.EINVAL, errno.EFAULT) or not is_direct(file):
+            if error.errno not in (errno.EINVAL, errno.EFAULT) or not direct:
                 raise
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
             continue
