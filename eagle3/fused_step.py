@@ -78,8 +78,10 @@ class FusedStep:
     def _loss(self, batch: PackedBatch, layout: RowLayout, step_weights: Tensor) -> UnrollLoss:
         drafter = self.drafter
         embeddings = F.embedding(batch.input_ids, drafter.embedding).to(self.dtype)
-        copies = self.copies or ComputeWeights(self._groups(), self.dtype)
-        *products, fc = copies.fresh()[: len(self._groups())]
+        if self.copies is None:
+            *products, fc = ComputeWeights(self._groups(), self.dtype).fresh()
+        else:
+            *products, fc, _ = self.copies.fresh()
         features = self.fuse(batch.hidden_states, fc)
         rotary = self.rotary(layout)
         outputs = unroll(features, embeddings, layout, rotary, drafter.shape, self.params, products, self.recompute)
