@@ -7,6 +7,7 @@ accumulation equals the big batch. Weights, moments and softmax are fp32.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import math
@@ -277,6 +278,7 @@ class DrafterTraining(LightningModule):
         self._validation_tally = Tally(self.settings.unroll_steps, self.device)
         # For each k the rounds and the accepted drafts of the walk.
         self._walks = torch.zeros(self.settings.unroll_steps, 2, dtype=torch.float64, device=self.device)
+        self._broken_sample: str | None = None  # the first, on this rank, with a loss that is not finite
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
         """Counts losses and hits, and walks each span as serving would, for every k up to the unroll's steps."""
@@ -288,14 +290,25 @@ class DrafterTraining(LightningModule):
         all_spans = np.concatenate([*found, np.empty((0, 2), dtype=np.int64)])
         walks = [walk(hits, slots, all_spans, k + 1) for k in range(self.settings.unroll_steps)]
         self._walks += torch.tensor(walks, dtype=torch.float64, device=self.device)
+        if self._broken_sample is None:
+            broken = torch.cat(batch.slots.supervised_rows)[~result.row_losses.isfinite()].tolist()
+            if broken:
+                self._broken_sample = batch.sample_ids[bisect.bisect_right(bounds, min(broken)) - 1]
 
     def on_validation_epoch_end(self) -> None:
-        """Reports, and leaves the metrics where callbacks find them."""
+        """Reports, and leaves the metrics where callbacks find them. StageFailed when the loss is not finite."""
         self._validation_tally.sums = self._over_ranks(self._validation_tally.sums)
         metrics = self._validation_tally.metrics(self.settings.step_decay)
         for k, (rounds, accepted) in enumerate(self._over_ranks(self._walks).tolist(), 1):
             metrics[f"simulated_acceptance_length/k_{k}"] = 1 + accepted / max(rounds, 1.0)
         metrics["simulated_acceptance_length"] = metrics[f"simulated_acceptance_length/k_{self.settings.unroll_steps}"]
+        if not math.isfinite(metrics["loss"]):
+            # Before anything counts it: hits are finite whatever the numbers behind them, so it could be the best.
+            where = f", first that of sample {self._broken_sample}" if self._broken_sample else ""
+            raise StageFailed(
+                f"trainer: the loss of the validation at step {self.global_step} is not finite ({metrics['loss']})"
+                f"{where}; check the states with `eagle3 stage=verify`, or try a lower trainer.lr"
+            )
         self.validation = metrics
         self.log_dict({f"validation/{name}": value for name, value in metrics.items()}, logger=False)
         self.report(self.global_step, metrics, "validation")

@@ -25,6 +25,7 @@ from eagle3.drafter import WEIGHTS, load_drafter
 from eagle3.errors import RequestError, StageFailed
 from eagle3.loss import UnrollLoss
 from eagle3.prepared import Prepared
+from eagle3.shards import data_start
 from eagle3.slots import spans
 from eagle3.stages import extract
 from eagle3.store import StatesStore
@@ -199,6 +200,44 @@ class Spoil(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_step == self.step:
             pl_module.drafter.fc.weight.grad[0, 0] = math.inf
+
+
+def test_a_validation_loss_that_is_not_finite_stops_training(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """The first validation behind a damage of the states names the sample; the best drafter stays that of before."""
+    folder, words = copied(inputs, tmp_path), "trainer.batch_tokens=600"
+    prepared, store, _ = opened(train_config(folder, tiny_target))
+    sample = prepared.samples[int(prepared.split_indices("validation")[1])]
+    shard, index = next(
+        (name, index)
+        for number, name in enumerate(store.shards)
+        if sample.id in (index := store.index(number)).sample_ids
+    )
+    path = store.folder / shard / store.layout.file_name(3)
+    row = int(index.starts[index.sample_ids.index(sample.id)] + spans(sample.loss_mask)[0, 0])
+    damage = f"{{_target_: tests.test_training.Damage, step: 6, path: '{path}', row: {row}, width: 48}}"
+    with pytest.raises(
+        StageFailed,
+        match=rf"validation at step 8 is not finite \(nan\), first that of sample {sample.id}; .*eagle3 stage=verify",
+    ):
+        trained(train_config(folder, tiny_target, words, f"+trainer.callbacks.damage={damage}"))
+    (unfinished,) = (folder / "outputs/artifacts/drafter").iterdir()
+    assert unfinished.suffix == ".partial"
+    assert [best.name for best in (unfinished / "checkpoints").glob("best-*")] == ["best-00000004"]
+    (metrics,) = (folder / "outputs/runs").glob("*/*train*/metrics.jsonl")
+    assert "NaN" not in metrics.read_text()
+
+
+class Damage(Callback):
+    """Overwrites a row of stored float32 states with NaN before a step, as a failing disk might."""
+
+    def __init__(self, step: int, path: str, row: int, width: int) -> None:
+        self.step, self.path, self.row, self.width = step, Path(path), row, width
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            with self.path.open("r+b") as file:
+                file.seek(data_start(self.path) + self.row * self.width * 4)
+                file.write(np.full(self.width, np.nan, dtype=np.float32).tobytes())
 
 
 def drafted(drafter: Any, document: Any, k: int) -> tuple[int, int]:
