@@ -192,6 +192,10 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
         if count is not None and len(found) != count:
             return f"{path}: found {found}, expected {count} numbers; leave it out for the default"
         return next((fault for fault in faults if fault), None)
+    if isinstance(found, dict):
+        # Arguments of a class, which may well take an empty word.
+        entries = ((item, f"{path}.{name}") for name, item in found.items() if item != "")
+        return next((fault for item, where in entries if (fault := _fault(item, where, {}))), None)
     if isinstance(found, list):
         return next((fault for i, item in enumerate(found) if (fault := _fault(item, f"{path}[{i}]", {}))), None)
     if found == "":

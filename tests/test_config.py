@@ -91,6 +91,14 @@ def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
         ({"gc__older_than_days": float("inf")}, ("gc.older_than_days", "found inf", "a finite number of at least 0")),
         ({"layers__fractions": [0.1, float("nan")]}, ("layers.fractions[1]", "found nan", "a finite number;")),
         ({"drafter__losses": {"kl": float("inf")}}, ("drafter.losses.kl", "found inf", "a finite number;")),
+        (
+            {"trainer__callbacks__x": {"how": float("nan")}},
+            ("trainer.callbacks.x.how", "found nan", "a finite number;"),
+        ),
+        (
+            {"logger__loggers__x": {"a": {"b": [1, {"c": float("inf")}]}}},
+            ("logger.loggers.x.a.b[1].c", "found inf", "a finite number;"),
+        ),
         ({"seed": -1}, ("seed", "found -1", "of at least 0 and of at most 4294967295")),
         ({"dataset__seed": 2**70}, ("dataset.seed", "of at most 4294967295")),
         ({"output_dir": ""}, ("output_dir", "found nothing after the =", "shell variable")),
@@ -132,6 +140,11 @@ def test_faults_are_reported_together() -> None:
 
 def test_null_is_not_checked_against_bounds() -> None:
     assert validate(tree(drafter__draft_vocab_size=None)).drafter.draft_vocab_size is None
+
+
+def test_a_class_may_take_an_empty_word() -> None:
+    loggers = {"csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "prefix": ""}}
+    assert validate(tree(logger__loggers=loggers)).logger.loggers == loggers
 
 
 def test_fields_of_the_schema_have_usable_defaults() -> None:
