@@ -11,6 +11,7 @@ import pytest
 
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, HardwareConfig, ModelConfig
+from eagle3.engines import vllm_settings
 from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_seams import SEAMS, check_version, missing_seams
 from eagle3.engines.vllm_settings import check_devices, engine_arguments, engine_environment
@@ -29,15 +30,21 @@ def arguments(cfg: Config, target: Target) -> dict[str, Any]:
     return engine_arguments(cfg, target, target.folder, "auto")
 
 
-def test_prefix_caching_is_forced_off_and_said(tiny_target: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """E2."""
+def test_prefix_caching_is_forced_off_and_said_once(tiny_target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """E2. An extraction asks for its engine's arguments several times."""
+    vllm_settings._say_overruled.cache_clear()
     options = {"enable_prefix_caching": True, "gpu_memory_utilization": 0.8}
     cfg, target = configured(tiny_target, engine_options=options)
     found = arguments(cfg, target)
     assert found["enable_prefix_caching"] is False
     assert found["enforce_eager"] is True
     assert found["gpu_memory_utilization"] == 0.8
-    assert "enable_prefix_caching=True is overruled" in caplog.text
+    cfg.hardware.engine_options["worker_extension_cls"] = ["another"]
+    assert arguments(cfg, target) == found
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "hardware.engine_options.enable_prefix_caching=True is overruled",
+        "hardware.engine_options.worker_extension_cls=['another'] is overruled",
+    ]
 
 
 def test_documents_are_split_only_where_the_longest_does_not_fit_a_batch(tiny_target: Path) -> None:

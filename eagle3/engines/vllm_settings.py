@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ def engine_arguments(
             raise RequestError(f"hardware.engine_options.{name}: found {options[name]!r}, set {owner} instead")
     for name, value in forced.items():
         if options.get(name, value) != value:
-            log.warning("hardware.engine_options.%s=%s is overruled: this stage needs %s", name, options[name], value)
+            _say_overruled(name, str(options[name]), str(value))
             options.pop(name)
     if options.get("pipeline_parallel_size", 1) != 1:
         raise RequestError(
@@ -106,6 +107,11 @@ def engine_arguments(
     fits = arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
     arguments.setdefault("enable_chunked_prefill", not fits)
     return arguments
+
+
+@functools.cache  # once: a stage asks for the arguments several times, for its checks and for each engine
+def _say_overruled(name: str, found: str, needed: str) -> None:
+    log.warning("hardware.engine_options.%s=%s is overruled: this stage needs %s", name, found, needed)
 
 
 def engine_environment(cfg: Config, number: int = 0) -> dict[str, str]:
