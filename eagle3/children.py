@@ -15,6 +15,7 @@ from eagle3.artifacts import write_json
 from eagle3.config import Config
 from eagle3.errors import StageFailed
 from eagle3.gpu_slots import gpu_slots
+from eagle3.overrides import quoted
 from eagle3.records import read_json
 
 if TYPE_CHECKING:
@@ -75,12 +76,6 @@ def run_foreign_job(settings: HydraConf, overrides: Sequence[str], cfg: Config) 
 def ended_well(folder: Path) -> bool:
     """Whether a job has ended well."""
     return read_json(folder / "result.json").get("status") == "done"
-
-
-def quoted(value: object) -> str:
-    """A value as an override takes it, whatever is in it."""
-    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _set_aside(folder: Path) -> None:

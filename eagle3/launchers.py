@@ -23,8 +23,9 @@ from rich.console import Console
 
 from eagle3 import layers, summary
 from eagle3.artifacts import digest, drop_lock, take_lock, write_json
-from eagle3.children import child_command, ended_well, quoted, run_job, wait
+from eagle3.children import child_command, ended_well, run_job, wait
 from eagle3.errors import RequestError, StageFailed
+from eagle3.overrides import quoted
 from eagle3.records import INDEX, Record, read_json
 from eagle3.runs import WIDTH
 from eagle3.sweep import READS_STATES, Job, application, job_names, override_key, searched, sweep_id, union_requests

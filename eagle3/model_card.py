@@ -7,7 +7,6 @@ where evaluations leave what they measured. So a card can be written again when 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from eagle3 import layers
 from eagle3.artifacts import Artifact, Artifacts
 from eagle3.drafter import DrafterShape
+from eagle3.overrides import override
 
 CARD = "README.md"
 SERVE = {
@@ -66,14 +66,6 @@ def card_facts(
             facts[label] = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
     facts["Rounding of logits by the stored dtype"] = f"{rounding:.2g}"
     return facts
-
-
-def override(field: str, value: str) -> str:
-    """An override as one types it into a shell, whatever is in its value."""
-    if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
-        return f"{field}={value}"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return shlex.quote(f'{field}="{escaped}"')
 
 
 def model_card(manifest: Mapping[str, Any], folder: Path) -> str:

@@ -16,7 +16,8 @@ from eagle3.drafter import DrafterShape, load_drafter
 from eagle3.drafter_forms import SPECULATORS
 from eagle3.errors import RequestError
 from eagle3.export import export_drafter
-from eagle3.model_card import CARD, card_facts, model_card, override
+from eagle3.model_card import CARD, card_facts, model_card
+from eagle3.overrides import override
 from eagle3.published import CONFIG
 from eagle3.runs import Run
 from eagle3.stages import train
