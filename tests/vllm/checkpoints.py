@@ -117,17 +117,18 @@ def kimi_k2(folder: Path) -> Path:
 
 def kimi_k25(folder: Path) -> Path:
     """Kimi-K2.5: the vision wrapper around DeepSeek V3, with the weights of the language model only."""
+    import transformers
     from safetensors.torch import load_file, save_file
-    from transformers import Kimi_K25Config
 
+    family: Any = transformers.Kimi_K25Config
     deepseek_v3(folder)
     text = json.loads((folder / "config.json").read_text())
     for key in ("architectures", "transformers_version", "dtype"):
         text.pop(key, None)
-    vision = Kimi_K25Config().vision_config.to_dict()
+    vision = family().vision_config.to_dict()
     small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     vision.update({key: value for key, value in small.items() if key in vision})
-    config = Kimi_K25Config(text_config=text, vision_config=vision, image_token_id=1, media_placeholder_token_id=1)
+    config = family(text_config=text, vision_config=vision, image_token_id=1, media_placeholder_token_id=1)
     config.architectures = ["KimiK25ForConditionalGeneration"]
     config.dtype = "float32"
     config.save_pretrained(folder)
