@@ -27,7 +27,7 @@ class Footprint:
     weights: int
     key_values: int
     working: int
-    """Activations and capture buffers of one batch, measured by a rehearsal."""
+    """Activations and states of one batch and the engine's room for them, measured by a rehearsal."""
     context: int
     """What the driver, the libraries and the communication take, measured by a rehearsal."""
 

@@ -21,7 +21,7 @@ import numpy as np
 from eagle3.capture import Capture
 from eagle3.engines.backends import expected_backends, mismatches
 from eagle3.engines.vllm import VllmEngine
-from eagle3.engines.vllm_capture import ShardWork, memory_bytes
+from eagle3.engines.vllm_capture import ShardWork, batch_bytes, memory_bytes
 from eagle3.engines.vllm_seams import check_version
 from eagle3.engines.vllm_settings import check_devices, engine_arguments, installed_version
 from eagle3.errors import Eagle3Error, RequestError
@@ -194,8 +194,9 @@ def _with_engine(
         # Once to warm up: kernels are compiled and chosen at the first batches.
         list(engine.capture(samples[: max(len(samples) // 4, 1)], layer_ids))
         first = _store_pass(engine, target, samples, layer_ids, layout, folder / "first", outcome)
+        report = engine.last_capture
         _compare_ranks(engine, samples, layer_ids, layout, first, folder / "second", outcome)
-        _forecast(cfg, target, extraction, engine, depth, outcome)
+        _forecast(cfg, target, extraction, engine, report, depth, outcome)
     outcome.numbers.update(layers=depth, samples=len(samples), tokens=sum(len(sample.input_ids) for sample in samples))
 
 
@@ -240,7 +241,7 @@ def _store_pass(
         bytes_per_token=round(size / max(count.tokens, 1)),
         bytes_per_state=sum(rank["bytes"] for rank in report["ranks"]) / sum(lengths) / len(layer_ids),
         written_bytes_per_s=round(size / report["seconds"]),
-        working_bytes=max(rank["working_bytes"] for rank in report["ranks"]),
+        working_bytes=batch_bytes(report, engine.ranks),
         ring_bytes=max(rank["ring_bytes"] for rank in report["ranks"]),
     )
     return capture
@@ -277,9 +278,15 @@ def _rows_of(capture: Capture, plan: ShardPlan, layer_id: int) -> Any:
 
 
 def _forecast(
-    cfg: Config, target: Target, extraction: Extraction, engine: VllmEngine, depth: int, outcome: Rehearsal
+    cfg: Config,
+    target: Target,
+    extraction: Extraction,
+    engine: VllmEngine,
+    report: dict[str, Any],
+    depth: int,
+    outcome: Rehearsal,
 ) -> None:
-    """Memory of each GPU, bytes on the disk, and time, of the whole extraction."""
+    """Memory of each GPU, bytes on the disk, and time, of the whole extraction; `report` is the first pass's."""
     ranks, num_layers, numbers = cfg.hardware.tensor_parallel_size, target.shape.num_layers, outcome.numbers
     first = engine.ranks[0]
     itemsize = 4 if first["dtype"] == "float32" else 2
@@ -298,7 +305,7 @@ def _forecast(
     if total := min(rank["memory_total_bytes"] for rank in engine.ranks):
         share = cfg.hardware.engine_options.get("gpu_memory_utilization", MEMORY_SHARE)
         outcome.add("memory", *need.verdict(int(total * share)))
-        measured = memory_bytes(engine.last_capture, rehearsed.key_values)
+        measured = memory_bytes(report, rehearsed.key_values)
         numbers.update(rehearsed_memory_bytes=measured, rehearsed_memory_forecast_bytes=rehearsed.total)
         detail = f"{measured / 1e9:.1f} GB with these {depth} layers, foretold {rehearsed.total / 1e9:.1f}"
         outcome.add("memory measured", True, f"{detail} ({measured / rehearsed.total - 1:+.1%})")

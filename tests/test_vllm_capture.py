@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from eagle3.engines.vllm_capture import WRITERS, memory_bytes, throughput
+from eagle3.engines.vllm_capture import WRITERS, batch_bytes, memory_bytes, throughput
 
 
 def rank(**numbers: float) -> dict[str, Any]:
     found = {"bytes": 600, "model_s": 8.0, "copy_s": 1.0, "wait_s": 0.5, "write_s": 2.0}
-    memory = {"ring_bytes": 30, "working_bytes": 40, "device_bytes": 100, "key_value_bytes": 30}
-    return {**found, **memory, **numbers}
+    memory = {"ring_bytes": 30, "working_bytes": 40, "needed_bytes": 90, "device_bytes": 100}
+    return {**found, **memory, "key_value_bytes": 30, **numbers}
 
 
 def test_shares_are_of_the_seconds_and_rates_of_all_ranks() -> None:
@@ -26,5 +26,13 @@ def test_shares_are_of_the_seconds_and_rates_of_all_ranks() -> None:
 
 
 def test_the_memory_that_was_needed_leaves_out_the_spare_room_for_keys_and_values() -> None:
-    assert memory_bytes({"ranks": [rank(), rank(device_bytes=104)]}, key_values=5) == 79
-    assert memory_bytes({"ranks": [rank(device_bytes=0)]}, key_values=5) == 0
+    report = {"ranks": [rank(), rank(needed_bytes=94, device_bytes=99)]}
+    assert memory_bytes(report, key_values=5) == 69
+    assert memory_bytes(report, key_values=5, name="device_bytes") == 75
+    assert memory_bytes({"ranks": [rank(needed_bytes=0)]}, key_values=5) == 0
+
+
+def test_a_batch_needs_what_is_neither_weights_nor_keys_and_values_nor_libraries() -> None:
+    loaded = [{"weight_bytes": 20, "context_bytes": 4}, {"weight_bytes": 25, "context_bytes": 4}]
+    assert batch_bytes({"ranks": [rank(), rank()]}, loaded) == 36
+    assert batch_bytes({"ranks": [rank(needed_bytes=0)]}, loaded[:1]) == 0

@@ -87,12 +87,27 @@ def ring_bytes(layers: int, batch_tokens: int, row_bytes: int) -> int:
     return RING_SLOTS * layers * batch_tokens * row_bytes
 
 
-def memory_bytes(report: Mapping[str, Any], key_values: int) -> int:
-    """Device memory that the fullest rank of a capture needed: all that it took, but of the engine's reserve for keys
-    and values only the `key_values` that a batch needs. 0 on a CPU.
+def memory_bytes(report: Mapping[str, Any], key_values: int, name: str = "needed_bytes") -> int:
+    """Device memory that the fullest rank of a capture needed, but of the engine's reserve for keys and values only the
+    `key_values` that a batch needs. With the name `device_bytes` all that it took: what the allocator keeps for later
+    too, and gives back when memory is short. 0 on a CPU.
     """
-    taken = [rank["device_bytes"] - rank["key_value_bytes"] for rank in report["ranks"] if rank["device_bytes"]]
-    return max(taken) + key_values if taken else 0
+    found = [rank[name] - rank["key_value_bytes"] for rank in report["ranks"] if rank[name]]
+    return max(found) + key_values if found else 0
+
+
+def batch_bytes(report: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]) -> int:
+    """What the fullest rank of a capture needed beside its weights, keys and values, and what the libraries take: a
+    batch's activations and states, and the room that the engine keeps for them. It is the same at any number of layers.
+
+    `loaded` are the ranks as the engine described them when it had loaded. 0 on a CPU.
+    """
+    found = [
+        rank["needed_bytes"] - rank["key_value_bytes"] - before["weight_bytes"] - before["context_bytes"]
+        for rank, before in zip(report["ranks"], loaded, strict=True)
+        if rank["needed_bytes"]
+    ]
+    return max(found, default=0)
 
 
 def throughput(report: Mapping[str, Any], forecast_tokens_per_s: float | None = None) -> dict[str, Any]:

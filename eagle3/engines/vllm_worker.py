@@ -171,20 +171,25 @@ class CaptureExtension:
     def eagle3_disarm(self) -> dict[str, Any]:
         """Ends the capture: hooks off, everything in flight written; the last poll's answer.
 
-        `working_bytes` is the most device memory that batches took on top of what was allocated before, `device_bytes`
-        all that is taken of the device now, whatever for; both are 0 on a CPU. `key_value_bytes` is what the engine has
-        reserved for keys and values.
+        `working_bytes` is the most device memory that batches took on top of what was allocated before, `needed_bytes`
+        the most that was needed of the device for everything, `device_bytes` all that is taken of it now, with what the
+        allocator keeps for later; all are 0 on a CPU. `key_value_bytes` is what the engine has reserved for keys and
+        values.
         """
         worker: Any = self
         tap = worker.eagle3_tap
         tap.remove()
         tap.recorder.close()
         worker.eagle3_tap = None
-        memory = {"working_bytes": 0, "device_bytes": 0}
+        memory = {"working_bytes": 0, "needed_bytes": 0, "device_bytes": 0}
         if tap.recorder.cuda:
             free, total = torch.cuda.mem_get_info(tap.recorder.device)
             peak = torch.cuda.max_memory_allocated(tap.recorder.device)
-            memory = {"working_bytes": peak - worker.eagle3_allocated, "device_bytes": total - free}
+            memory = {
+                "working_bytes": peak - worker.eagle3_allocated,
+                "needed_bytes": total - free - torch.cuda.memory_reserved(tap.recorder.device) + peak,
+                "device_bytes": total - free,
+            }
         return {**tap.recorder.poll(), **memory, "key_value_bytes": key_value_bytes(worker.model_runner)}
 
 

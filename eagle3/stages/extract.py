@@ -213,8 +213,10 @@ def _say_throughput(
     there.
     """
     found = throughput(report, engines * forecast.get("forecast_tokens_per_s", 0))
-    memory = memory_bytes(report, forecast.get("key_value_bytes_per_gpu", 0))
-    run.record({"extract": {**found, "first_states_s": round(first_states_s, 1), "memory_bytes": memory}})
+    key_values = forecast.get("key_value_bytes_per_gpu", 0)
+    memory, taken = (memory_bytes(report, key_values, name) for name in ("needed_bytes", "device_bytes"))
+    measured = {"first_states_s": round(first_states_s, 1), "memory_bytes": memory, "device_bytes": taken}
+    run.record({"extract": {**found, **measured}})
     shares = ", ".join(f"{name} {found[f'{name}_share']:.0%}" for name in ("model", "copy", "wait", "write"))
     foretold = f", {found['of_forecast']:.2f} of the rehearsal's forecast" if "of_forecast" in found else ""
     run.log.info(
@@ -230,7 +232,10 @@ def _say_throughput(
     run.log.info("extract: first states after %s, written by the ranks %s", duration(first_states_s), parts)
     if memory and (expected := forecast.get("memory_bytes_per_gpu")):
         run.log.info(
-            "extract: %.1f GB of a GPU needed, %+.1f%% of the forecast", memory / 1e9, 100 * (memory / expected - 1)
+            "extract: %.1f GB of a GPU needed, %+.1f%% of the forecast (%.1f with what the allocator keeps for later)",
+            memory / 1e9,
+            100 * (memory / expected - 1),
+            taken / 1e9,
         )
 
 

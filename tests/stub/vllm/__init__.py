@@ -114,4 +114,4 @@ class LLM:
         return {"finished": finished, "failure": None, "open_samples": 0, **counts, **seconds}
 
     def eagle3_disarm(self) -> dict[str, Any]:
-        return {**self.eagle3_poll(), "working_bytes": 0, "device_bytes": 0, "key_value_bytes": 0}
+        return {**self.eagle3_poll(), "working_bytes": 0, "needed_bytes": 0, "device_bytes": 0, "key_value_bytes": 0}
