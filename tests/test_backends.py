@@ -6,10 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from omegaconf import OmegaConf
 from torch import nn
 
+from eagle3.adapter import Adapter
+from eagle3.adapters.deepseek_v3 import DeepseekV3Adapter
 from eagle3.adapters.kimi_k25 import KimiK25Adapter
+from eagle3.adapters.llama import LlamaAdapter
 from eagle3.engines.backends import expected_backends, log_backends, mismatches, model_backends
 
 
@@ -67,13 +71,23 @@ def test_hardware_can_expect_otherwise_or_nothing() -> None:
     assert "moe" not in expected_backends(adapter, {"moe": None})
 
 
-def test_shipped_hardware_expects_what_kimi_ends_up_with() -> None:
+@pytest.mark.parametrize(
+    ("adapter", "model", "quantization"),
+    [
+        (KimiK25Adapter(), nn.ModuleList([Attention("FLASH_ATTN"), Experts(4)]), "compressed-tensors"),
+        (DeepseekV3Adapter(), nn.ModuleList([Attention("FLASH_ATTN")]), "fp8"),
+        (LlamaAdapter(), nn.ModuleList([nn.Linear(2, 2)]), None),
+    ],
+    ids=["kimi", "deepseek in fp8", "dense"],
+)
+def test_shipped_hardware_takes_what_each_target_ends_up_with(
+    adapter: Adapter, model: nn.Module, quantization: str | None
+) -> None:
     """An override in conf/hardware that no load could meet would stop each one after its eighteen minutes."""
-    model = nn.ModuleList([Attention("FLASH_ATTN"), Experts(4)])
     for path in sorted((Path(__file__).parents[1] / "conf" / "hardware").glob("*.yaml")):
         override: Any = OmegaConf.to_container(OmegaConf.load(path))
-        expected = expected_backends(KimiK25Adapter().expected_backends(), override.get("expected_backends") or {})
-        assert mismatches(expected, model_backends(model, "compressed-tensors")) == [], path.name
+        expected = expected_backends(adapter.expected_backends(), override.get("expected_backends") or {})
+        assert mismatches(expected, model_backends(model, quantization)) == [], path.name
 
 
 def test_a_wrapped_method_still_tells_and_case_does_not_matter() -> None:
