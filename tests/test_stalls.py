@@ -1,11 +1,11 @@
-"""E4: a disk that hangs is named, then the capture is given up; a slow one and a stopped process are not."""
+"""E4: a disk that hangs is named, then the capture is given up, as is a generation that hangs; slow ones are not."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +15,13 @@ import psutil
 import pytest
 
 from eagle3 import streaming
-from eagle3.engines import stalls
+from eagle3.engines import Prompt, stalls
 from eagle3.engines.stalls import SAY_SECONDS, STALL_SECONDS, DiskWatch, ProgressClock
+from eagle3.engines.vllm import VllmEngine
+from eagle3.engines.vllm_serving import ServedTarget
 from eagle3.errors import EngineError
 from eagle3.shards import ShardWriter
+from tests.stub import HANGS, Stub
 from tests.test_recorder import LAYERS, LAYOUT, forward, make_plan, make_samples, start_ranks
 from tests.test_vllm_process import ignore, start
 
@@ -147,6 +150,54 @@ def test_a_call_without_an_answer_is_given_up_and_nothing_is_left(
     assert process.broken
     process.close(gently=False)
     host.wait(timeout=60)
+
+
+@contextmanager
+def generating(served: bool, stub: Stub, log_file: Path, load: str = "") -> Iterator[Callable[[Prompt], list[int]]]:
+    """What answers a prompt: the engine that captures, or a server."""
+    settings: dict[str, Any] = {"temperature": 0.0, "seed": 0, "stop_ids": []}
+    cfg, target = stub.configured(load=load)
+    if served:
+        with ServedTarget(cfg, target, log_file, longest=20) as server:
+            yield lambda prompt: server.decode([prompt], batch_size=1, **settings).texts[prompt.key].token_ids
+    else:
+        with VllmEngine(cfg, target, log_file=log_file) as engine:
+            yield lambda prompt: next(engine.generate([prompt], **settings)).token_ids
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_generation_that_stands_still_is_said_and_given_up(
+    served: bool, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stalls, "SAY_SECONDS", 0.5)
+    monkeypatch.setattr(stalls, "STALL_SECONDS", 1.5)
+    stub = Stub(tiny_target, tmp_path, monkeypatch)
+    with generating(served, stub, tmp_path / "engine.log") as answer, caplog.at_level("WARNING", "eagle3"):
+        hosts = psutil.Process().children()
+        assert answer(Prompt("a", [1, 2], 2)) == [3, 0]
+        with pytest.raises(EngineError, match=r"^vllm: no token and no byte for .*nvidia-smi[\s\S]*last lines of"):
+            answer(Prompt("b", [1, HANGS, HANGS], 2))
+        assert any("the model itself stands still" in message for message in caplog.messages)
+        _, alive = psutil.wait_procs(hosts, timeout=10)
+        assert not alive
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_long_answer_of_short_steps_is_no_stall(
+    served: bool, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "STALL_SECONDS", 3.0)
+    slow = """
+def step(answer=self.step, left=list(range(12))):
+    time.sleep(0.4)
+    return [] if left.pop() else answer()
+self.step = step
+"""
+    stub = Stub(tiny_target, tmp_path, monkeypatch)
+    with generating(served, stub, tmp_path / "engine.log", slow) as answer:
+        started = time.monotonic()
+        assert answer(Prompt("a", [1, 2], 2)) == [3, 0]
+        assert time.monotonic() - started > stalls.STALL_SECONDS + 1
 
 
 def test_a_disk_that_does_not_take_a_complete_shard_is_said(

@@ -1,8 +1,9 @@
-"""A capture in which nothing moves any more is told from a slow one and ended with the reason (step 3 of the walk).
+"""A capture or a generation in which nothing moves any more is told from a slow one and ended (step 3 of the walk).
 
 A network disk that hangs blocks a write for ever; the ring fills, the model waits for it, and no worker answers a call.
 So each worker says what it waits for by messages of its own, from a thread that touches no disk, and the driver knows
-whether anything moves at all. The log would be no way between them: it often lies on the disk that hangs.
+whether anything moves at all. The log would be no way between them: it often lies on the disk that hangs. A generation
+writes nothing, and its engine answers between two steps.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class DiskWatch:
 
 
 class ProgressClock:
-    """How long a capture has stood still: `moved` hears of its counters, `check` is to be called about each second."""
+    """How long an engine has stood still: `moved` hears of a capture's counters, `check` is to be called about each
+    second; a generation takes its ended requests from `finished` instead.
+    """
 
     def __init__(self, process: EngineProcess, clock: Callable[[], float] = time.monotonic) -> None:
         self._process, self._clock = process, clock
@@ -90,9 +93,17 @@ class ProgressClock:
     def moved(self, counters: object) -> None:
         """Notes the capture's counters; any change is progress."""
         if counters != self._counters:
-            self._hear()
-            self._waits.clear()
-            self._counters, self._looked, self._still, self._said = counters, self._clock(), 0.0, 0.0
+            self._counters = counters
+            self._restart()
+
+    def finished(self) -> list[tuple[str, list[int], str]]:
+        """Requests of a generation that have ended, as EngineProcess hands them out; none when none has in a second and
+        the engine is between two steps then. EngineError when that takes eight minutes."""
+        ended = self._process.finished(1.0)
+        if not ended:
+            self._process.ask("alive", waiting=self.check)
+        self._restart()
+        return ended
 
     def check(self) -> None:
         """As `say`; EngineError after eight minutes without progress, the engine is ended then."""
@@ -117,6 +128,11 @@ class ProgressClock:
             )
         return still
 
+    def _restart(self) -> None:
+        self._hear()
+        self._waits.clear()
+        self._looked, self._still, self._said = self._clock(), 0.0, 0.0
+
     def _hear(self) -> None:
         with suppress(BlockingIOError):
             while True:
@@ -131,7 +147,9 @@ class ProgressClock:
                 "answer; look at its mount (`df`, `dmesg`), or choose another output_dir, and run the same command "
                 "again: complete shards are kept"
             )
-        return self._process.failure(
+        error = self._process.failure(
             f"vllm: {still}, and no rank waits for a disk: the model itself stands still; look at nvidia-smi for a GPU "
-            "that fell out and run the same command again: complete shards are kept"
+            "that fell out"
         )
+        self._process.close(gently=False)
+        return error

@@ -14,11 +14,13 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt
 from eagle3.engines.backends import expected_backends, mismatches
+from eagle3.engines.stalls import ProgressClock
 from eagle3.engines.vllm_capture import CaptureDriver, ShardWork
 from eagle3.engines.vllm_load import LoadWatch
 from eagle3.engines.vllm_process import EngineProcess
@@ -195,30 +197,34 @@ class VllmEngine:
     def generate_from(
         self, waiting: Iterator[Prompt], most: int, *, temperature: float, seed: int, stop_ids: Sequence[int]
     ) -> Iterator[Generation]:
-        """As `generate`, for prompts that have room and that others may take from as well: at most `most` at a time."""
+        """As `generate`, for prompts that have room and that others may take from as well: at most `most` at a time.
+
+        EngineError when the engine fails or stands still for eight minutes.
+        """
         running: dict[str, Prompt] = {}
-        while True:
-            fresh = list(itertools.islice(waiting, most - len(running)))
-            requests: list[tuple[str, list[int], dict[str, Any]]] = []
-            for prompt in fresh:
-                if prompt.max_new_tokens <= 0:
-                    yield Generation(prompt.key, [], "length")
+        with closing(ProgressClock(self._process)) as clock:
+            while True:
+                fresh = list(itertools.islice(waiting, most - len(running)))
+                requests: list[tuple[str, list[int], dict[str, Any]]] = []
+                for prompt in fresh:
+                    if prompt.max_new_tokens <= 0:
+                        yield Generation(prompt.key, [], "length")
+                        continue
+                    request_id = f"generate-{next(self._process.numbers)}"
+                    running[request_id] = prompt
+                    sampling = sampling_parameters(prompt, temperature, seed, stop_ids)
+                    requests.append((request_id, [int(i) for i in prompt.input_ids], sampling))
+                if requests:
+                    self._process.submit(requests)
+                elif fresh:
                     continue
-                request_id = f"generate-{next(self._process.numbers)}"
-                running[request_id] = prompt
-                sampling = sampling_parameters(prompt, temperature, seed, stop_ids)
-                requests.append((request_id, [int(i) for i in prompt.input_ids], sampling))
-            if requests:
-                self._process.submit(requests)
-            elif fresh:
-                continue
-            if not running:
-                return
-            for request_id, token_ids, reason in self._process.finished(1.0):
-                prompt = running.pop(request_id, None)
-                if prompt is None:  # of a capture that was broken off
-                    continue
-                yield Generation(prompt.key, token_ids, "stop" if reason == "stop" else "length")
+                if not running:
+                    return
+                for request_id, token_ids, reason in clock.finished():
+                    prompt = running.pop(request_id, None)
+                    if prompt is None:  # of a capture that was broken off
+                        continue
+                    yield Generation(prompt.key, token_ids, "stop" if reason == "stop" else "length")
 
     def margin(self, token_ids: Sequence[int], chosen: int) -> float:
         """How much more probable (natural logarithm) the model's own choice after `token_ids` is than `chosen`."""

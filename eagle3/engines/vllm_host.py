@@ -6,6 +6,7 @@
     ("submit", [(id, ids, sampling)], first)   queues requests; each ends in ("finished", [(id, new ids, reason), …]).
                                         `first` is None or a (method, args) to call before, whose answers are dropped
     ("counters",)                       vLLM's counters of speculative decoding → ("result", [(name, labels, numbers)])
+    ("alive",)                          → ("result", None), between two steps of the engine
     ("margin", ids)                     while nothing runs: how far the last id is from the model's choice there, in
                                         natural-log probability → ("result", margin)
     ("close",)                          ends the process
@@ -111,6 +112,8 @@ def serve(llm: Any, connection: Connection) -> None:
                 connection.send(("result", llm.collective_rpc(method, args=tuple(values))))
             elif name == "counters":
                 connection.send(("result", counters(llm)))
+            elif name == "alive":
+                connection.send(("result", None))
             elif name == "margin":
                 connection.send(("result", margin(llm, arguments[0])))
             elif name == "submit":

@@ -10,12 +10,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.decoding import Acceptance
 from eagle3.engines import Generation, Prompt
+from eagle3.engines.stalls import ProgressClock
 from eagle3.engines.vllm import sampling_parameters
 from eagle3.engines.vllm_counters import DraftCounters
 from eagle3.engines.vllm_process import EngineProcess
@@ -115,25 +117,29 @@ class ServedTarget:
     def decode(
         self, prompts: Sequence[Prompt], *, batch_size: int, temperature: float, seed: int, stop_ids: Sequence[int]
     ) -> Served:
-        """Continues all prompts, `batch_size` at a time, the next one as soon as one has ended."""
+        """Continues all prompts, `batch_size` at a time, the next one as soon as one has ended.
+
+        EngineError when the server fails or stands still for eight minutes.
+        """
         before = self._counters()
         waiting, running = deque(prompts), dict[str, str]()
         texts: dict[str, Generation] = {}
-        started = time.perf_counter()
-        while waiting or running:
-            fresh = [waiting.popleft() for _ in range(min(batch_size - len(running), len(waiting)))]
-            requests = []
-            for prompt in fresh:
-                request_id = f"serve-{next(self._process.numbers)}"
-                running[request_id] = prompt.key
-                sampling = sampling_parameters(prompt, temperature, seed, stop_ids)
-                requests.append((request_id, [int(i) for i in prompt.input_ids], sampling))
-            if requests:
-                self._process.submit(requests)
-            for request_id, token_ids, reason in self._process.finished(1.0):
-                key = running.pop(request_id)
-                texts[key] = Generation(key, token_ids, "stop" if reason == "stop" else "length")
-        seconds = time.perf_counter() - started
+        with closing(ProgressClock(self._process)) as clock:
+            started = time.perf_counter()
+            while waiting or running:
+                fresh = [waiting.popleft() for _ in range(min(batch_size - len(running), len(waiting)))]
+                requests = []
+                for prompt in fresh:
+                    request_id = f"serve-{next(self._process.numbers)}"
+                    running[request_id] = prompt.key
+                    sampling = sampling_parameters(prompt, temperature, seed, stop_ids)
+                    requests.append((request_id, [int(i) for i in prompt.input_ids], sampling))
+                if requests:
+                    self._process.submit(requests)
+                for request_id, token_ids, reason in clock.finished():
+                    key = running.pop(request_id)
+                    texts[key] = Generation(key, token_ids, "stop" if reason == "stop" else "length")
+            seconds = time.perf_counter() - started
         after = self._counters()
         return Served(texts, seconds, None if after is None or before is None else after.since(before).acceptance())
 

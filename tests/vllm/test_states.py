@@ -9,10 +9,12 @@ import dataclasses
 import json
 import os
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -113,7 +115,7 @@ def test_one_load_serves_captures_and_generation(engine: VllmEngine) -> None:
     from transformers import AutoModelForCausalLM
 
     prompts = [Prompt(f"p{n}", sample.input_ids.tolist(), 12) for n, sample in enumerate(make_samples([4, 9, 30], 3))]
-    model = AutoModelForCausalLM.from_pretrained(engine.target.folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(engine.target.folder, dtype=torch.float32).eval()
     found = {g.key: g for g in engine.generate(prompts, temperature=0.0, seed=0, stop_ids=[])}
     for prompt in prompts:
         expected = model.generate(torch.tensor([list(prompt.input_ids)]), max_new_tokens=12, do_sample=False)
@@ -130,6 +132,32 @@ def test_one_load_serves_captures_and_generation(engine: VllmEngine) -> None:
     assert sampled[0] == sampled[1] != sampled[2]
     samples = make_samples([7, 70], seed=4)
     assert_same(captured(engine, samples, [2, 6]), hugging_face(engine.target, samples), samples)
+
+
+def test_a_generation_that_stands_still_is_said(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As long as the process that steps is stopped; what comes out afterwards is what it would have been."""
+    prompts = [Prompt(f"p{n}", sample.input_ids.tolist(), 20) for n, sample in enumerate(make_samples([4, 9, 30], 3))]
+    expected = {g.key: g.token_ids for g in engine.generate(prompts, temperature=0.0, seed=0, stop_ids=[])}
+    monkeypatch.setattr(stalls, "SAY_SECONDS", 2.0)
+    host = engine._process._process.pid
+    core = next(psutil.Process(pid) for pid, title in group_titles(host) if title.startswith("VLLM::EngineCore"))
+
+    def go_on_when_said() -> None:
+        ends = time.monotonic() + 60
+        while not caplog.messages and time.monotonic() < ends:
+            time.sleep(0.1)
+        core.resume()
+
+    waiting = threading.Thread(target=go_on_when_said)
+    with caplog.at_level("WARNING", "eagle3"):
+        core.suspend()
+        waiting.start()
+        found = {g.key: g.token_ids for g in engine.generate(prompts, temperature=0.0, seed=0, stop_ids=[])}
+    waiting.join()
+    assert any("the model itself stands still" in message for message in caplog.messages)
+    assert found == expected
 
 
 def test_a_prompt_without_room_is_refused(engine: VllmEngine) -> None:
