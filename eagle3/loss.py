@@ -12,6 +12,7 @@ soft cross-entropy (EAGLE-3, arXiv 2503.01840), -log of the acceptance rate (LK)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -64,15 +65,29 @@ LOSSES: dict[str, RowLoss] = {
 
 
 def mix_losses(weights: Mapping[str, float]) -> RowLoss:
-    """The weighted sum that `drafter.losses` names, or soft cross-entropy. RequestError for an unknown name."""
+    """The weighted sum that `drafter.losses` names, or soft cross-entropy where it names none.
+
+    RequestError for an unknown name, and for weights that make no loss: each is finite and at least 0, one above it.
+    """
     unknown = sorted(set(weights) - set(LOSSES))
     if unknown:
         raise RequestError(
             f"drafter.losses: found {unknown}, expected names among {sorted(LOSSES)}; "
             "try drafter.losses.soft_cross_entropy=1.0"
         )
-    mixed = {name: weight for name, weight in weights.items() if weight != 0} or {"soft_cross_entropy": 1.0}
-    if mixed == {"soft_cross_entropy": 1.0}:
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise RequestError(
+                f"drafter.losses.{name}: found {weight}, expected a finite weight of at least 0 (a negative one trains "
+                f"away from the target); try drafter.losses.{name}=1.0"
+            )
+    mixed = {name: weight for name, weight in weights.items() if weight > 0}
+    if weights and not mixed:
+        raise RequestError(
+            f"drafter.losses: found {dict(weights)}, expected a weight above 0, or there is nothing to learn; try "
+            "drafter.losses.soft_cross_entropy=1.0"
+        )
+    if not mixed or mixed == {"soft_cross_entropy": 1.0}:
         return soft_cross_entropy
 
     def loss(log_q: Tensor, p: Tensor) -> Tensor:
@@ -85,7 +100,7 @@ def mix_weights(weights: Mapping[str, float]) -> tuple[float, float, float, floa
     """`drafter.losses` as weights in the order of LOSSES, for the step on a GPU. RequestError as `mix_losses`."""
     mix_losses(weights)
     found = [float(weights.get(name, 0.0)) for name in LOSSES]
-    return (found[0], found[1], found[2], found[3]) if any(found) else (1.0, 0.0, 0.0, 0.0)
+    return (found[0], found[1], found[2], found[3]) if weights else (1.0, 0.0, 0.0, 0.0)
 
 
 class UnrollLoss(NamedTuple):

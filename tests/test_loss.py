@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from eagle3.errors import RequestError
-from eagle3.loss import LOSSES, mix_losses, soft_cross_entropy, unroll_loss
+from eagle3.loss import LOSSES, mix_losses, mix_weights, soft_cross_entropy, unroll_loss
 from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack, train_step
 
 
@@ -81,8 +83,25 @@ def test_losses_mix_by_weight() -> None:
         mixed(log_q, p), 0.5 * LOSSES["soft_cross_entropy"](log_q, p) + 2 * LOSSES["lk"](log_q, p)
     )
     assert mix_losses({}) is soft_cross_entropy
+    assert mix_weights({}) == (1.0, 0.0, 0.0, 0.0)
+    assert mix_weights({"soft_cross_entropy": 0.0, "lk": 2.0}) == (0.0, 0.0, 0.0, 2.0)
     with pytest.raises(RequestError, match=r"drafter\.losses: found \['hinge'\], expected names among .*lk"):
         mix_losses({"hinge": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"soft_cross_entropy": 0.0, "lk": 0.0}, r"drafter\.losses: found \{.*\}, expected a weight above 0"),
+        ({"soft_cross_entropy": 1.0, "lk": -1.0}, r"drafter\.losses\.lk: found -1\.0, expected a finite weight"),
+        ({"lk": math.inf}, r"drafter\.losses\.lk: found inf, expected a finite weight"),
+        ({"lk": math.nan}, r"drafter\.losses\.lk: found nan, expected a finite weight"),
+    ],
+)
+def test_weights_that_make_no_loss_are_refused(weights: dict[str, float], words: str) -> None:
+    for mix in (mix_losses, mix_weights):
+        with pytest.raises(RequestError, match=words):
+            mix(weights)
 
 
 def test_unknown_oov_rule_is_refused() -> None:

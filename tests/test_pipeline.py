@@ -120,6 +120,8 @@ def test_a_drafter_that_its_server_could_not_read_is_refused_before_any_work(
         ("evaluate.sets=[train.jsonl] inputs.export=nowhere", "inputs.export=nowhere: found nothing at "),
         ("trainer.resume_from=nowhere", "trainer.resume_from=nowhere: found nothing at "),
         ("+drafter.losses.hinge=1", "drafter.losses: found ['hinge']"),
+        ("drafter.losses.soft_cross_entropy=0", "drafter.losses: found {'soft_cross_entropy': 0.0}, expected a weight"),
+        ("drafter.losses.soft_cross_entropy=-1", "drafter.losses.soft_cross_entropy: found -1.0, expected a finite"),
         ("+trainer.lightning.max_steps=3", "trainer.lightning.max_steps: is decided by trainer.max_steps"),
         ("hardware.accelerator=gpu hardware.devices=99", "hardware.devices: found 99, but this machine has"),
     ],
