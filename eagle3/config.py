@@ -66,7 +66,7 @@ class HardwareConfig:
     batch_tokens: int = number(1024, least=1)
     generate_slots: int = number(128, least=1)
     training_strategy: str = "auto"
-    precision: str = choice("32-true", "bf16-mixed", "16-mixed")
+    precision: str = choice("32-true", "bf16-mixed")
 
 
 @dataclass

@@ -109,6 +109,7 @@ def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
         ({"store__max_failed_fraction": 1.5}, ("store.max_failed_fraction", "at most 1")),
         ({"dataset__sources": {"a": {"path": "x", "limit": 0}}}, ("dataset.sources.a.limit", "found 0")),
         ({"hardware__devices": 0}, ("hardware.devices", "at least 1")),
+        ({"hardware__precision": "16-mixed"}, ("found '16-mixed'", "expected 32-true or bf16-mixed;")),
         ({"evaluate__k": 0}, ("evaluate.k", "at least 1")),
     ],
 )
