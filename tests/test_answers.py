@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from eagle3.answers import AnswerCount, AnswerSettings, Journal, regenerate
 from eagle3.checkpoint import open_target
 from eagle3.encoding import decode
 from eagle3.engines import Generation, Prompt, open_engine
-from eagle3.errors import EngineError
+from eagle3.errors import EngineError, RequestError
 from eagle3.prompts import Conversation, Message
 from eagle3.rendering import Template
 from eagle3.tokens import Tokens, prompt_ids
+from tests.conftest import write_target
 from tests.families import CHATML, FAMILIES, family_tokenizer, make_tokenizer
-from tests.stages import configure
+from tests.stages import configure, run_stage
 
 IM = ("<|im_start|>", "<|im_end|>")
 QUESTIONS = ["Which ocean is the largest?", "What is two and two?", "Write a poem about the sea.", "Tell me a story."]
@@ -257,3 +259,25 @@ def test_sampled_answers_follow_the_seed_and_the_key(tiny_target: Path, tmp_path
     assert ids(runs[0]) == ids(runs[1])
     assert ids(runs[0]) != ids(runs[2])
     assert len({tuple(sample) for sample in ids(runs[0])}) == 3
+
+
+@pytest.mark.parametrize(("longest", "fits"), [(33, False), (32, True)])
+def test_answers_past_a_sliding_window_are_refused_before_the_load(longest: int, fits: bool, tmp_path: Path) -> None:
+    """The transformers engine's continuous decoding has no window, so its samples must lie within one."""
+    folder = write_target(tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"one {i}"}) + "\n" for i in range(4)))
+    cfg = configure(
+        *("model=llama", f"model.path={folder}", "dataset=jsonl", f"output_dir={tmp_path / 'out'}"),
+        *(f"dataset.sources.train.path={tmp_path / 'rows.jsonl'}", "dataset.answers=regenerate"),
+        *(f"dataset.max_length={longest}", "dataset.max_new_tokens=20", "drafter.draft_vocab_size=300"),
+    )
+    if fits:
+        metrics, _ = run_stage("prepare", cfg)
+        assert metrics["samples"] == 4
+        return
+    words = r"^dataset\.max_length: found 33, expected at most 32, the sliding window of MistralForCausalLM: .*vllm$"
+    with pytest.raises(RequestError, match=words):
+        run_stage("prepare", cfg)

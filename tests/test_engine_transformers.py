@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.adapters.llama import LlamaAdapter
 from eagle3.checkpoint import open_target
 from eagle3.config import HardwareConfig
+from eagle3.decoding import LiveTarget, decode
 from eagle3.engines import Generation, Prompt, compute_dtype, expected_tokens_per_s, generation, open_engine
 from eagle3.engines.transformers import TransformersEngine
 from eagle3.errors import RequestError
@@ -60,6 +62,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
     "DeepseekV3ForCausalLM": ("deepseek_v3.DeepseekV3Adapter", LATENT),
+    "GptOssForCausalLM": (
+        "gpt_oss.GptOssAdapter",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+    ),
 }
 
 
@@ -179,13 +185,24 @@ def test_a_failing_batch_names_the_setting(engine: TransformersEngine, monkeypat
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_through_its_adapter(architecture: str, tmp_path: Path):
-    """E1, T4 and greedy decoding for each family that this engine runs."""
+    """E1, T4 and greedy decoding for each family that this engine runs; the evaluation's goes past any window."""
     with save_family(architecture, tmp_path) as engine:
         samples = random_samples([3, 40, 11])
         assert check_states(engine, samples, [0, 2, 3, 4]) == 3
         prompts = random_prompts(6, longest=20, max_new_tokens=12)
         for result in engine.generate(prompts, temperature=0, seed=0, stop_ids=STOPS):
             assert result.token_ids == huggingface(engine.model, prompts, result.key, 12)
+        long, live = samples[1].input_ids.tolist(), LiveTarget(engine.model, engine.target.adapter, [2])
+        found = decode(live, long, max_new_tokens=12, stop_ids=STOPS).token_ids
+        assert found == decoded(engine.model, tuple(long), 12)
+
+
+def test_attention_is_the_fast_one_whatever_config_json_asks_for(tmp_path: Path):
+    folder = write_target(tmp_path, num_hidden_layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "eager"}))
+    with engine_of(folder) as engine:
+        assert engine.model.config._attn_implementation == "sdpa"
 
 
 def random_prompts(count: int, longest: int, max_new_tokens: int, shared: Sequence[int] = ()) -> list[Prompt]:

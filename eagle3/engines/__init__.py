@@ -180,6 +180,12 @@ def compute_dtype(hardware: HardwareConfig, target: Target) -> str:
     return given
 
 
+def attention_window(target: Target) -> int:
+    """The most tokens that each of the target's tokens attends to: its positions, or less with a sliding window."""
+    window = getattr(target.adapter.text_config(target.config), "sliding_window", None)
+    return min(target.shape.max_position_embeddings, window or target.shape.max_position_embeddings)
+
+
 def expected_tokens_per_s(hardware: HardwareConfig, target: Target) -> float | None:
     """A cautious guess at the prefill speed on a CPU, from the model's size alone; None where nothing is known.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eagle3.engines import Generation, Prompt
+from eagle3.engines import Generation, Prompt, attention_window
 from eagle3.engines.cache import RowCache
 from eagle3.engines.padding import length_batches, pad
 from eagle3.errors import RequestError
@@ -83,9 +83,7 @@ class Generator:
                     yield Generation(done.prompt.key, done.token_ids, finish)
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
-        text = self.engine.target.adapter.text_config(self.engine.target.config)
-        window = getattr(text, "sliding_window", None)
-        limit = min(self.engine.target.shape.max_position_embeddings, window or 1 << 62)
+        limit = attention_window(self.engine.target)
         for prompt in prompts:
             if not len(prompt.input_ids):
                 raise RequestError(f"prompt {prompt.key}: found no token, expected at least one to continue")

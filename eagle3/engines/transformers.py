@@ -147,7 +147,8 @@ def _load(target: Target, dtype: torch.dtype) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         target.folder,
         dtype=dtype,
-        attn_implementation="sdpa",
+        # None, over what config.json asks for, is sdpa, and eager for a class that cannot have it (gpt-oss: sinks).
+        attn_implementation=None,
         trust_remote_code=target.model.trust_remote_code,
         output_loading_info=True,
     )

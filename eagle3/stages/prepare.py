@@ -20,7 +20,7 @@ from eagle3.artifacts import Artifact, Artifacts
 from eagle3.assets import cache_folder
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
-from eagle3.engines import Engine, compute_dtype
+from eagle3.engines import Engine, attention_window, compute_dtype
 from eagle3.engines.vllm_settings import dummy_weights
 from eagle3.errors import RequestError, StageFailed, disk_full
 from eagle3.preparation_report import Counts, make_report, nothing_left, reasons, report_table
@@ -132,6 +132,13 @@ def _check(cfg: Config, target: Target, template: Template) -> list[int]:
         raise RequestError(
             f"dataset.max_length: found {data.max_length}, expected at most {limit}, the positions that the model has; "
             f"try dataset.max_length={limit}"
+        )
+    window = attention_window(target)
+    if data.answers == "regenerate" and cfg.hardware.engine == "transformers" and data.max_length > window:
+        raise RequestError(
+            f"dataset.max_length: found {data.max_length}, expected at most {window}, the sliding window of "
+            f"{target.shape.architecture}: answers of the transformers engine end at it (dataset.answers=regenerate); "
+            f"try dataset.max_length={window}, or hardware.engine=vllm"
         )
     special = special_ids(template.tokenizer, target.adapter)
     check_size(cfg.drafter.draft_vocab_size, target.shape.vocab_size, special)
