@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from eagle3.checkpoint import Target
-from eagle3.config import DrafterConfig, build
+from eagle3.config import DrafterConfig
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.errors import RequestError
+from eagle3.parts import Part
 from eagle3.prepared import Prepared
 from eagle3.published import read_drafter
 from eagle3.store import StatesStore
@@ -29,6 +29,13 @@ SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "hea
 # What a warm start takes over from the drafter that it starts from.
 KEPT = ("rope_theta", "rope_scaling", "rms_norm_eps")
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+NETWORK = Part(
+    "drafter.module",
+    Eagle3Drafter,
+    "an eagle3.drafter.Eagle3Drafter or a subclass",
+    "leave drafter.module as it is in conf/drafter/dense.yaml",
+    default="eagle3.drafter.Eagle3Drafter",
+)
 
 
 def drafter_shape(
@@ -132,7 +139,8 @@ def new_drafter(
         prepared.special_ids,
         prepared.tokenizer_hash,
     )
-    drafter = _build(cfg, drafter_shape(cfg, target, layer_ids, vocab.draft_vocab_size), target.embedding())
+    shape = drafter_shape(cfg, target, layer_ids, vocab.draft_vocab_size)
+    drafter = NETWORK.build(cfg.module, shape=shape, embedding=target.embedding())
     drafter.set_vocabulary(vocab.d2t, vocab.t2d)
     head = target.head()[vocab.target_ids].float() if cfg.init_head == "target" else None
     drafter.initialise(seed, head, scales)
@@ -166,17 +174,6 @@ def warm_drafter(
             f"drafter.warm_start: {folder} has another shape ({listed}), expected the same; configure it so, or train "
             "without a warm start"
         )
-    drafter = _build(cfg, wanted, target.embedding())
+    drafter = NETWORK.build(cfg.module, shape=wanted, embedding=target.embedding())
     drafter.load_state_dict(trained.state_dict(), strict=True)
     return drafter, VocabMap(drafter.d2t.clone(), drafter.t2d.clone(), prepared.tokenizer_hash)
-
-
-def _build(cfg: DrafterConfig, shape: DrafterShape, embedding: Tensor) -> Eagle3Drafter:
-    node = cfg.module or {"_target_": "eagle3.drafter.Eagle3Drafter"}
-    drafter = build(node, "drafter.module", shape=shape, embedding=embedding)
-    if not isinstance(drafter, Eagle3Drafter):
-        raise RequestError(
-            f"drafter.module: {node.get('_target_')} made a {type(drafter).__name__}, expected an "
-            "eagle3.drafter.Eagle3Drafter or a subclass; leave drafter.module as it is in conf/drafter/dense.yaml"
-        )
-    return drafter

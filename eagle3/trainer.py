@@ -6,6 +6,7 @@ Users swap or extend it under `trainer.lightning`; what other fields of the conf
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 import resource
@@ -20,11 +21,13 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import StrategyRegistry
 
 from eagle3.checkpoints import AtomicCheckpointIO
-from eagle3.config import Config, build
+from eagle3.config import Config
 from eagle3.errors import RequestError
-from eagle3.strategies import strategy_named
+from eagle3.parts import Part
+from eagle3.strategies import STRATEGY, strategy_named
 
 # Arguments of the Lightning Trainer that other fields of the config decide.
 OWNED = {
@@ -37,13 +40,26 @@ OWNED = {
     "callbacks": "trainer.callbacks",
     "logger": "logger.loggers",
 }
+LIGHTNING = Part(
+    "trainer.lightning",
+    Trainer,
+    "a lightning.pytorch.Trainer or a subclass",
+    "leave trainer.lightning._target_ as it is in conf/trainer",
+    default="lightning.pytorch.Trainer",
+)
 
 
 def check_trainer(cfg: Config) -> None:
-    """RequestError when `trainer.lightning` sets what another field decides, or a run would lack GPUs."""
+    """RequestError when `trainer.lightning` sets what another field decides, when it or a callback is of another kind,
+    when there is no such strategy or it cannot go with the optimizer, or when a run would lack GPUs."""
     for key, field in OWNED.items():
         if key in cfg.trainer.lightning:
             raise RequestError(f"trainer.lightning.{key}: is decided by {field}, set that instead")
+    LIGHTNING.check(cfg.trainer.lightning)
+    for name, node in cfg.trainer.callbacks.items():
+        _callback(name).check(node)
+    if "strategy" not in cfg.trainer.lightning:
+        _check_strategy(cfg)
     found, wanted = torch.cuda.device_count(), cfg.hardware.devices
     if cfg.hardware.accelerator == "gpu" and found < wanted and not cfg.dry_run:
         raise RequestError(
@@ -52,25 +68,36 @@ def check_trainer(cfg: Config) -> None:
         )
 
 
+def _check_strategy(cfg: Config) -> None:
+    name, lightnings = cfg.hardware.training_strategy, ["auto", *StrategyRegistry.available_strategies()]
+    if name != STRATEGY and name.lower() not in lightnings:  # which reads it so
+        names = sorted([STRATEGY, *lightnings])
+        close = difflib.get_close_matches(name.lower(), names, n=1) or ["auto"]
+        raise RequestError(
+            f"hardware.training_strategy: found {name!r}, expected one of {', '.join(names)}; try "
+            f"hardware.training_strategy={close[0]}"
+        )
+    if name == STRATEGY and cfg.trainer.optimizer == "muon":
+        raise RequestError(
+            f"trainer.optimizer: found muon with hardware.training_strategy={STRATEGY}, which keeps weights in shards, "
+            "expected adamw there, since muon needs whole matrices; try hardware.training_strategy=ddp"
+        )
+
+
+def _callback(name: str) -> Part[Callback]:
+    where = f"trainer.callbacks.{name}"
+    hint = f"name its class: '+{where}={{_target_: package.Class}}'"
+    return Part(where, Callback, "a lightning.pytorch.Callback", hint)
+
+
 def build_callbacks(cfg: Config) -> list[Callback]:
     """The callbacks that the user added. RequestError for an entry that makes none."""
-    found = []
-    for name, node in cfg.trainer.callbacks.items():
-        where = f"trainer.callbacks.{name}"
-        made = build(node, where) if isinstance(node, dict) else node
-        if not isinstance(made, Callback):
-            source = f"{node.get('_target_')} made a {type(made).__name__}" if node is not made else f"found {node}"
-            raise RequestError(
-                f"{where}: {source}, expected a lightning.pytorch.Callback; name its class: "
-                f"'+{where}={{_target_: package.Class}}'"
-            )
-        found.append(made)
-    return found
+    return [_callback(name).build(node) for name, node in cfg.trainer.callbacks.items()]
 
 
 def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Trainer:
     """The Trainer of `trainer.lightning`, told what the rest of the config says as far as it does not say otherwise."""
-    node = cfg.trainer.lightning or {"_target_": "lightning.pytorch.Trainer"}
+    node = cfg.trainer.lightning
     swappable: dict[str, Any] = {
         "accelerator": cfg.hardware.accelerator,
         "devices": cfg.hardware.devices,
@@ -79,9 +106,8 @@ def build_trainer(cfg: Config, folder: Path, callbacks: Sequence[Callback], logg
         "deterministic": cfg.trainer.deterministic,
         "plugins": [AtomicCheckpointIO(), *_environment()],
     }
-    return build(
+    return LIGHTNING.build(
         node,
-        "trainer.lightning",
         **{key: value for key, value in swappable.items() if key not in node},
         # One pass over the plan, which holds all epochs and ends at trainer.max_steps.
         max_epochs=1,

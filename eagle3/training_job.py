@@ -19,20 +19,53 @@ import torch
 from eagle3 import layers
 from eagle3.artifacts import Artifact, fsync_folder
 from eagle3.batches import PackedDataModule
-from eagle3.blueprint import new_drafter, state_scales, warm_drafter
+from eagle3.blueprint import NETWORK, new_drafter, state_scales, warm_drafter
 from eagle3.checkpoint import Target
 from eagle3.checkpoints import Checkpoint, Checkpoints, complete_checkpoints
-from eagle3.config import Config, build
+from eagle3.config import Config
 from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError
+from eagle3.loss import mix_losses
+from eagle3.parts import Part
 from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.store import StatesStore
 from eagle3.tracked import Gradients, Histogram
 from eagle3.trackers import Identity, SafeLogger, build_trackers
-from eagle3.trainer import Clock, build_callbacks, build_trainer, peak_memory_bytes, quiet_lightning
+from eagle3.trainer import (
+    Clock,
+    build_callbacks,
+    build_trainer,
+    check_trainer,
+    peak_memory_bytes,
+    quiet_lightning,
+)
 from eagle3.training import DrafterTraining
 from eagle3.vocab import VocabMap
+
+MODULE = Part(
+    "trainer.module",
+    DrafterTraining,
+    "an eagle3.training.DrafterTraining or a subclass",
+    "leave trainer.module as it is in conf/trainer",
+    default="eagle3.training.DrafterTraining",
+)
+DATA = Part(
+    "trainer.datamodule",
+    PackedDataModule,
+    "an eagle3.batches.PackedDataModule or a subclass",
+    "leave trainer.datamodule as it is in conf/trainer",
+    default="eagle3.batches.PackedDataModule",
+)
+
+
+def check_settings(cfg: Config) -> None:
+    """RequestError for what is wrong with a training whatever it is trained on."""
+    NETWORK.check(cfg.drafter.module)
+    MODULE.check(cfg.trainer.module)
+    DATA.check(cfg.trainer.datamodule)
+    check_trainer(cfg)
+    mix_losses(cfg.drafter.losses)
 
 
 @dataclass(frozen=True)
@@ -73,9 +106,8 @@ class TrainingJob:
 
     def _data(self) -> PackedDataModule:
         cfg = self.cfg
-        data = build(
-            cfg.trainer.datamodule or {"_target_": "eagle3.batches.PackedDataModule"},
-            "trainer.datamodule",
+        data = DATA.build(
+            cfg.trainer.datamodule,
             prepared=self.prepared,
             store=self.inputs.store,
             layer_ids=self.inputs.layer_ids,
@@ -172,9 +204,8 @@ class TrainingJob:
             cfg.trainer.accumulate,
             cfg.trainer.validate_every_steps,
         )
-        module = build(
-            cfg.trainer.module or {"_target_": "eagle3.training.DrafterTraining"},
-            "trainer.module",
+        module = MODULE.build(
+            cfg.trainer.module,
             drafter=self.drafter,
             teacher=self.target.teacher_head(_teacher_dtype(cfg)),
             drafter_config=cfg.drafter,
@@ -182,11 +213,6 @@ class TrainingJob:
             steps=steps,
             report=self._reporter(trackers, checkpoints),
         )
-        if not isinstance(module, DrafterTraining):
-            raise RequestError(
-                f"trainer.module: {cfg.trainer.module.get('_target_')} made a {type(module).__name__}, expected an "
-                "eagle3.training.DrafterTraining or a subclass; leave trainer.module as it is in conf/trainer"
-            )
         self.first_step = 0 if start is None else start.step
         if start is not None and start is self.previous:
             self._train_longer(start, checkpoints)

@@ -124,6 +124,15 @@ def test_a_drafter_that_its_server_could_not_read_is_refused_before_any_work(
         ("drafter.losses.soft_cross_entropy=-1", "drafter.losses.soft_cross_entropy: found -1.0, expected a finite"),
         ("+trainer.lightning.max_steps=3", "trainer.lightning.max_steps: is decided by trainer.max_steps"),
         ("hardware.accelerator=gpu hardware.devices=99", "hardware.devices: found 99, but this machine has"),
+        ("hardware.training_strategy=dpp", "found 'dpp', expected one of auto, ddp, ddp_find_unused_parameters_false"),
+        ("hardware.training_strategy=FSDP2", "try hardware.training_strategy=fsdp2"),
+        ("hardware.training_strategy=fsdp2 trainer.optimizer=muon", "trainer.optimizer: found muon with hardware."),
+        ("trainer.datamodule._target_=torch.nn.Identity", "trainer.datamodule: found torch.nn.Identity, expected"),
+        ("trainer.module._target_=torch.nn.Linear", "trainer.module: found torch.nn.Linear, expected an eagle3."),
+        ("trainer.lightning._target_=torch.nn.Identity", "trainer.lightning: found torch.nn.Identity, expected"),
+        ("drafter.module._target_=torch.nn.Identity", "drafter.module: found torch.nn.Identity, expected an eagle3."),
+        ("+trainer.callbacks.x={_target_:torch.nn.Identity}", "trainer.callbacks.x: found torch.nn.Identity, expected"),
+        ("+trainer.callbacks.x={how:3}", "trainer.callbacks.x: found {'how': 3}, expected a lightning.pytorch"),
     ],
 )
 def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(

@@ -35,6 +35,11 @@ LATENT = (
 )
 
 
+def anything(**options: Any) -> dict[str, Any]:
+    """What a function makes shows when it is called."""
+    return options
+
+
 @pytest.fixture(scope="session")
 def inputs(tiny_target: Path) -> Path:
     """A prepared and extracted data set."""
@@ -181,10 +186,14 @@ def test_dry_run_says_and_does_nothing(inputs: Path, tiny_target: Path, tmp_path
         (["+drafter.losses.hinge=1"], r"drafter\.losses: found \['hinge'\]"),
         (["+trainer.lightning.max_steps=3"], r"trainer\.lightning\.max_steps: is decided by trainer\.max_steps"),
         (["drafter.warm_start=none-such"], r"drafter.*none-such"),
-        (["trainer.module._target_=torch.nn.Identity"], r"trainer\.module"),
-        (["+trainer.callbacks.x={_target_: os.getcwd}"], r"trainer\.callbacks\.x: os\.getcwd made a str, expected a"),
+        (["trainer.module._target_=builtins.dict"], r"trainer\.module: found builtins\.dict, expected an eagle3"),
+        (["trainer.module._target_=tests.test_train.anything"], r"trainer\.module: .*which made a dict, expected an"),
+        (["trainer.datamodule._target_=tests.test_train.anything"], r"trainer\.datamodule: .*which made a dict, exp"),
+        (["trainer.lightning._target_=tests.test_train.anything"], r"trainer\.lightning: .*which made a dict, exp"),
+        (["+trainer.callbacks.x={_target_: os.getcwd}"], r"callbacks\.x: found os\.getcwd, which made a str, exp"),
         (["+trainer.callbacks.x=3"], r"trainer\.callbacks\.x: found 3, expected a lightning\.pytorch\.Callback; name"),
-        (["drafter.module._target_=torch.nn.Identity"], r"drafter\.module: torch\.nn\.Identity made a Identity"),
+        (["drafter.module._target_=torch.nn.Identity"], r"drafter\.module: found torch\.nn\.Identity, expected an eag"),
+        (["drafter.module._target_=tests.test_train.anything"], r"drafter\.module: .*which made a dict, expected an"),
     ],
 )
 def test_wrong_requests_are_refused_before_training(

@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from eagle3.artifacts import Artifact, Artifacts
 from eagle3.batches import PackedDataModule
@@ -181,6 +183,20 @@ def test_norms_are_not_decayed() -> None:
     assert all(p.ndim == 2 for p in matrices["params"])
     assert all(p.ndim == 1 for p in norms["params"])
     assert len(matrices["params"]) + len(norms["params"]) == len(list(module.drafter.parameters()))
+
+
+def test_muon_refuses_weights_in_shards(tmp_path: Path) -> None:
+    """Also where a strategy made them that has no name in the config (`trainer.lightning.strategy`)."""
+    module = make_module(make_drafter(make_shape(), dtype=torch.float32))
+    module.recipe.optimizer = "muon"
+    module.configure_optimizers()
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        fully_shard(module.drafter, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(RequestError, match=r"trainer\.optimizer: found muon with weights in shards.*=ddp"):
+            module.configure_optimizers()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_gradient_that_is_not_finite_stops_training(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import WEIGHTS
 from eagle3.errors import RequestError
-from eagle3.loss import mix_losses
 from eagle3.prepared import Prepared
 from eagle3.published import is_published
 from eagle3.runs import Run
@@ -133,10 +132,9 @@ def ranks(cfg: Config) -> int:
 
 def check_config(cfg: Config) -> None:
     """RequestError for what can be wrong with the training before there are states to train on."""
-    from eagle3.trainer import check_trainer
+    from eagle3.training_job import check_settings
 
-    check_trainer(cfg)
-    mix_losses(cfg.drafter.losses)
+    check_settings(cfg)
     artifacts = Artifacts(Path(cfg.output_dir).absolute() / "artifacts", attached=True)
     _previous(cfg, _origin(cfg, artifacts, open_target(cfg)))
 
@@ -161,10 +159,9 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
 def _inputs(cfg: Config, run: Run, target: Target, states: Artifact) -> TrainingInputs:
     """Everything that is read, each held against the others."""
-    from eagle3.trainer import check_trainer
-    from eagle3.training_job import TrainingInputs
+    from eagle3.training_job import TrainingInputs, check_settings
 
-    check_trainer(cfg)
+    check_settings(cfg)
     run.read(states)
     store, ids = StatesStore.open(states.folder), layer_ids(cfg, target)
     store.check_target(target)
