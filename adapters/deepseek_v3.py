@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: multi-head latent attention and a mixture of experts."""
+"""DeepSeek V2, V3 and R1: multi-head latent attention and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from eagle3.adapter import Adapter, TargetShape
 
 
 class DeepseekV3Adapter(Adapter):
-    """Targets of the DeepseekV3 architecture."""
+    """Targets of the DeepseekV2 and DeepseekV3 architectures, which differ in how experts are chosen."""
 
     name = "deepseek_v3"
-    architectures = ("DeepseekV3ForCausalLM",)
+    architectures = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
     engines = ("transformers", "vllm")
     ran_on = ("transformers 5.24 CPU", "vllm 0.32 CPU")
     scales_residual_in_float16 = True

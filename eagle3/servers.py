@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eagle3.drafter import DrafterShape
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LATENT_TARGETS = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+LATENT_TARGETS = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK25ForConditionalGeneration")
 _DENSE_TARGETS = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
     "GptOssForCausalLM",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import DeepseekV3Config
+import pytest
+from transformers import DeepseekV2Config, DeepseekV3Config
 
+from eagle3.adapters.deepseek_v3 import DeepseekV3Adapter
 from eagle3.adapters.kimi_k25 import KimiK25Adapter
 from eagle3.blueprint import drafter_shape
 from eagle3.config import DrafterConfig
+from eagle3.errors import RequestError
 
 
 def kimi() -> Any:
@@ -45,3 +48,17 @@ def test_sizes_that_are_given_win() -> None:
 def test_a_dense_drafter_has_no_latent() -> None:
     shape = drafter_shape(DrafterConfig(name="dense"), kimi(), (2, 30, 58), 163840)
     assert (shape.attention, shape.q_lora_rank, shape.head_dim, shape.num_key_value_heads) == ("dense", 0, 128, 64)
+
+
+def test_a_target_without_a_rank_of_queries_asks_for_one() -> None:
+    """DeepSeek-V2-Lite: its queries have no latent, and a latent drafter's must."""
+    config = DeepseekV2Config(q_lora_rank=None, num_hidden_layers=27, hidden_size=2048, num_attention_heads=16)
+    config.architectures = ["DeepseekV2ForCausalLM"]
+    adapter = DeepseekV3Adapter()
+    lite: Any = SimpleNamespace(adapter=adapter, config=config, shape=adapter.shape(config))
+    with pytest.raises(RequestError, match=r"which has no q_lora_rank to take over; set drafter\.q_lora_rank"):
+        drafter_shape(DrafterConfig(name="mla", attention="mla"), lite, (2, 13, 24), 32000)
+    shape = drafter_shape(DrafterConfig(name="mla", attention="mla", q_lora_rank=768), lite, (2, 13, 24), 32000)
+    assert (shape.q_lora_rank, shape.kv_lora_rank, shape.head_dim) == (768, 512, 192)
+    dense = drafter_shape(DrafterConfig(name="dense"), lite, (2, 13, 24), 32000)
+    assert (dense.num_attention_heads, dense.num_key_value_heads, dense.head_dim) == (16, 16, 128)

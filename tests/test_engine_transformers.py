@@ -62,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
     "DeepseekV3ForCausalLM": ("deepseek_v3.DeepseekV3Adapter", LATENT),
+    # As V2-Lite is: queries without a latent.
+    "DeepseekV2ForCausalLM": ("deepseek_v3.DeepseekV3Adapter", {**LATENT, "q_lora_rank": None}),
     "GptOssForCausalLM": (
         "gpt_oss.GptOssAdapter",
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},

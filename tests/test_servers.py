@@ -67,12 +67,12 @@ def test_the_papers_drafter_is_read_by_all(engine: str) -> None:
 
 def sglang_captures(architecture: str, nested: list[int]) -> list[int]:
     """SGLang 0.5.14's rule for the inputs of layers that it hands out (llama.py, deepseek_v2.py)."""
-    if architecture == DEEPSEEK and nested[0] != 1:
+    if architecture.startswith("Deepseek") and nested[0] != 1:
         return nested
     return [i + 1 for i in nested]
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", DEEPSEEK])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", DEEPSEEK, "DeepseekV2ForCausalLM"])
 @pytest.mark.parametrize("ids", [(2, 30, 58), (3, 20, 40, 60), (5, 6)])
 def test_x3_sglang_hands_out_the_layers_that_were_trained_on(architecture: str, ids: tuple[int, ...]) -> None:
     nested = list(nested_ids("sglang", architecture, ids))
