@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3.adapter import Adapter, TargetShape
+from eagle3.errors import RequestError
 
 
 class DeepseekV3Adapter(Adapter):
@@ -18,6 +19,15 @@ class DeepseekV3Adapter(Adapter):
     replicated_weights = (*Adapter.replicated_weights, r"_a_proj")
     turn_ends = ("<｜end▁of▁sentence｜>",)  # noqa: RUF001 - this is how the token is spelt
     inserted_texts = ("<think>\n\n</think>\n\n",)
+
+    def check(self, config: Any, where: str) -> None:
+        """Refuses Kimi-K2, which is of this architecture: only its own adapter knows its tokenizer and its turns."""
+        super().check(config, where)
+        if getattr(config, "model_type", None) == "kimi_k2" and self.name == DeepseekV3Adapter.name:
+            raise RequestError(
+                f"{where}: found model_type kimi_k2, whose tokenizer and turns the adapter '{self.name}' does not "
+                "know; try model=kimi_k2"
+            )
 
     def head_dim(self, text_config: Any) -> int:
         """The value heads' width: the config's own `head_dim` is only the rotary part of a key."""

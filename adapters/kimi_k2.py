@@ -18,8 +18,9 @@ class KimiK2Adapter(DeepseekV3Adapter):
     ran_on = ("vllm 0.32 CPU",)
     turn_ends = ("<|im_end|>", "[EOS]")
     inserted_texts = ("<think></think>",)
-    # Tokens that must be one id each, where the tokenizer has them.
+    # Tokens that must be one id each: these in any case, those of thinking where the chat template writes them.
     whole_tokens: ClassVar[tuple[str, ...]] = ("<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
+    thinking_tokens: ClassVar[tuple[str, ...]] = ("<think>", "</think>")
 
     def tokenizer(self, folder: Path, trust_remote_code: bool = False) -> Any:
         """The checkpoint's own tokenizer class, a slow one without offsets.
@@ -28,11 +29,14 @@ class KimiK2Adapter(DeepseekV3Adapter):
         `<think>` and so spoils every sample.
         """
         tokenizer = super().tokenizer(folder, trust_remote_code)
-        for token in self.whole_tokens:
+        template = str(tokenizer.chat_template)
+        thinking = [token for token in self.thinking_tokens if token in template]
+        for token in dict.fromkeys((*self.whole_tokens, *thinking)):
             ids = tokenizer.encode(token, add_special_tokens=False)
             if len(ids) != 1 or tokenizer.decode(ids) != token:
                 raise RequestError(
                     f"{folder}: the tokenizer class {type(tokenizer).__name__} makes {len(ids)} ids of {token}, "
-                    "expected one; the checkpoint's own class is needed: try model.trust_remote_code=true"
+                    "expected one; the checkpoint's own class and tokenizer_config.json are needed: try "
+                    "model.trust_remote_code=true, or fetch the checkpoint again"
                 )
         return tokenizer

@@ -23,7 +23,7 @@ class KimiK25Adapter(KimiK2Adapter):
     )
     # The vision tower and what leads from it to the language model.
     unloaded_weights = (r"^vision_tower\.", r"^mm_projector\.")
-    whole_tokens = (*KimiK2Adapter.whole_tokens, "<think>", "</think>")
+    whole_tokens = (*KimiK2Adapter.whole_tokens, *KimiK2Adapter.thinking_tokens)
 
     def text_config(self, config: Any) -> Any:
         """The DeepSeek V3 config inside the wrapper's."""

@@ -113,7 +113,10 @@ def test_kimi_on_eight_rtx_pro_6000() -> None:
 
 @pytest.mark.parametrize("option", ["llama", "qwen", "deepseek_v3"])
 def test_a_model_by_path_never_falls_back_to_another_checkpoint(option: str) -> None:
-    assert OmegaConf.is_missing(compose("config", [f"model={option}"]).model, "path")
+    model = compose("config", [f"model={option}"]).model
+    assert OmegaConf.is_missing(model, "path")
+    # Nor is a smaller or an older one of the family taken for a wrong one.
+    assert model.num_hidden_layers is None
 
 
 def test_targets_can_be_located_and_take_their_fields() -> None:

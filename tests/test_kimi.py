@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 
 from eagle3.adapters.kimi_k2 import KimiK2Adapter
 from eagle3.adapters.kimi_k25 import KimiK25Adapter
+from eagle3.checkpoint import open_target
 from eagle3.encoding import decode
 from eagle3.errors import RequestError
 from eagle3.prompts import Message
 from eagle3.rendering import Template
 from eagle3.tokens import Tokens, tokenize
-from tests.conftest import write_tokenizer
+from tests.conftest import target_config, write_tokenizer
 from tests.families import KIMI
+from tests.vllm.checkpoints import kimi_k2
 
 SPECIAL = ["[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"]
 SPECIAL += ["<think>", "</think>"]
@@ -168,14 +171,41 @@ def test_a_generic_class_is_refused_by_name(tmp_path: Path) -> None:
         KimiK25Adapter().tokenizer(tmp_path)
 
 
-def test_kimi_k2_without_think_tokens_is_fine(checkpoint: Path, tmp_path: Path) -> None:
+def without(checkpoint: Path, folder: Path, part: str, chat_template: str = KIMI) -> Path:
+    """The checkpoint without the tokens in whose names `part` is."""
     for file in checkpoint.iterdir():
         if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+            (folder / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
     decoder = settings["added_tokens_decoder"]
-    settings["added_tokens_decoder"] = {k: v for k, v in decoder.items() if "think" not in v["content"]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert KimiK2Adapter().tokenizer(tmp_path, trust_remote_code=True) is not None
+    settings["added_tokens_decoder"] = {k: v for k, v in decoder.items() if part not in v["content"]}
+    settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_kimi_k2_needs_think_tokens_where_its_template_writes_them(checkpoint: Path, tmp_path: Path) -> None:
+    """D6: K2-Thinking's template does, and its text would be split into pieces; K2-Instruct's does not."""
+    folder = without(checkpoint, tmp_path, "think")
+    with pytest.raises(RequestError, match=r"TikTokenTokenizer makes \d+ ids of <think>, expected one"):
+        KimiK2Adapter().tokenizer(folder, trust_remote_code=True)
+    without(checkpoint, tmp_path, "think", KIMI.replace("<think>", "").replace("</think>", ""))
+    assert KimiK2Adapter().tokenizer(folder, trust_remote_code=True) is not None
     with pytest.raises(RequestError, match="<think>"):
-        KimiK25Adapter().tokenizer(tmp_path, trust_remote_code=True)
+        KimiK25Adapter().tokenizer(folder, trust_remote_code=True)
+
+
+def test_a_marker_of_turns_that_is_absent_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"makes \d+ ids of <\|im_middle\|>, expected one"):
+        KimiK2Adapter().tokenizer(without(checkpoint, tmp_path, "middle"), trust_remote_code=True)
+
+
+def test_kimi_k2_as_deepseek_is_refused_with_its_own_name(tmp_path: Path) -> None:
+    """The architecture is the same, and so went on without a word, with another turn's end."""
+    folder = kimi_k2(tmp_path)
+    words = r"config\.json: found model_type kimi_k2, .* the adapter 'deepseek_v3' does not know; try model=kimi_k2$"
+    for adapter, refused in (("deepseek_v3.DeepseekV3Adapter", True), ("kimi_k2.KimiK2Adapter", False)):
+        cfg = target_config(folder, adapter=adapter)
+        cfg.model.trust_remote_code = True
+        with pytest.raises(RequestError, match=words) if refused else nullcontext():
+            assert open_target(cfg).adapter.name == "kimi_k2"
