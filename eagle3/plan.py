@@ -28,8 +28,9 @@ def plan_epoch(lengths: IntArray, batch_tokens: int, ranks: int, rng: np.random.
     empty only where fewer documents than ranks are left.
     """
     order = rng.permutation(len(lengths))
-    middle = np.cumsum(lengths[order]) - lengths[order] / 2
-    total = int(lengths.sum())
+    room = np.minimum(lengths, batch_tokens)  # a longer document fills one batch, not several
+    middle = np.cumsum(room[order]) - room[order] / 2
+    total = int(room.sum())
     windows = max(round(total / (WINDOW_BATCHES * ranks * batch_tokens)), 1)
     window = np.minimum((middle * windows / max(total, 1)).astype(np.int64), windows - 1)
     groups: list[list[IntArray]] = []
@@ -54,7 +55,8 @@ def _pack_window(documents: IntArray, lengths: IntArray, batch_tokens: int, rank
     if not len(documents):
         return []
     longest_first = documents[np.argsort(-lengths[documents], kind="stable")]
-    count = ranks * max(-(-int(lengths[documents].sum()) // (batch_tokens * ranks)), 1)
+    room = int(np.minimum(lengths[documents], batch_tokens).sum())
+    count = ranks * max(-(-room // (batch_tokens * ranks)), 1)
     while (batches := _spread(longest_first, lengths, batch_tokens, count)) is None:
         count += ranks
     batches.sort(key=lambda batch: -int(lengths[batch].sum()))

@@ -40,6 +40,21 @@ def test_a_longer_document_gets_a_batch_of_its_own() -> None:
             assert len(batch) == 1 or lengths[batch].sum() <= 1000
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("batch_tokens", [20, 512, 2048, 4096])
+@pytest.mark.parametrize("shortest", [3, 600, 4000])
+def test_no_step_is_empty_however_long_the_documents_are(ranks: int, batch_tokens: int, shortest: int) -> None:
+    """Documents longer than a batch took as many batches as their tokens fill, of which all but one were empty."""
+    lengths = np.maximum(uneven(101, longest=6000), shortest)
+    plan = Plan(lengths, batch_tokens, ranks)
+    steps = [[len(batch) for batch in plan.documents(i)] for i in range(plan.batches)]
+    assert sum(map(sum, steps)) == 101
+    assert all(sum(step) > 0 for step in steps)
+    windows = max(1, 101 // (16 * ranks))
+    assert sum(step.count(0) for step in steps) <= windows * (ranks - 1)
+    assert all(sum(map(len, batches)) > 0 for batches in zip(*plan_once(lengths, batch_tokens, ranks), strict=True))
+
+
 def test_companions_change_from_epoch_to_epoch() -> None:
     plan = Plan(uneven(2000), 2048, epochs=2, seed=3)
     half = plan.batches // 2
