@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from eagle3.attention import Block, unroll_attention
 from eagle3.errors import RequestError, StoreError
@@ -117,6 +118,8 @@ class MidLayer(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.norm_before_residual = shape.norm_before_residual
+        # Makes the MLP's activations again in the backward pass instead of keeping them.
+        self.recompute = False
         self.self_attn = LatentAttention(shape) if shape.attention == "mla" else Attention(shape)
         self.mlp = Mlp(shape)
         self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -132,7 +135,10 @@ class MidLayer(nn.Module):
     def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
         """From attended heads [R, heads, D] to the layer's output g [R, H], pre-norm."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed = self.post_attention_layernorm(hidden)
+        if self.recompute:
+            return hidden + checkpoint(self.mlp, normed, use_reentrant=False, preserve_rng_state=False)
+        return hidden + self.mlp(normed)
 
 
 class DraftCache:

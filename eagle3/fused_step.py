@@ -128,19 +128,30 @@ class FusedStep:
         return self._rotary
 
 
+PRECISIONS = ("32-true", "bf16-mixed")  # in which it computes, as Lightning names them
 # Of a head, at most: the backward kernel's tiles of wider ones pass Hopper's 227 KB of shared memory.
 DENSE_WIDTH = 128
 LATENT_WIDTHS = (128, 64, 128)  # the same without position, with it, and of values: DeepSeek's and Kimi's
 
 
-def fits(drafter: Eagle3Drafter) -> bool:
-    """Whether `FusedStep` can train this drafter on its GPU: with Triton, weights in fp32.
+def obstacle(drafter: Eagle3Drafter, precision: str) -> str | None:
+    """Why `FusedStep` cannot train this drafter on its GPU in this precision, in words; None when it can.
 
-    A drafter whose heads the kernels do not take goes the plain path.
+    It then goes the plain path.
     """
     weight, shape = drafter.fc.weight, drafter.shape
-    plain = type(weight.data) in (Tensor, DTensor) and weight.dtype == torch.float32
-    return plain and heads_fit(shape) and shape.hidden_act == "silu" and find_spec("triton") is not None
+    if precision not in PRECISIONS:
+        return f"the precision is {precision}, the kernels compute in {' or '.join(PRECISIONS)}"
+    if type(weight.data) not in (Tensor, DTensor) or weight.dtype != torch.float32:
+        return f"weights are a {type(weight.data).__name__} of {weight.dtype}, the kernels take torch.float32"
+    if not heads_fit(shape):
+        if shape.attention == "dense":
+            return f"heads are {shape.head_dim} wide (drafter.head_dim), the kernels take up to {DENSE_WIDTH}"
+        names = "drafter.qk_nope_head_dim, qk_rope_head_dim and v_head_dim"
+        return f"heads are {_latent_widths(shape)} wide ({names}), the kernels take up to {LATENT_WIDTHS}"
+    if shape.hidden_act != "silu":
+        return f"the activation is the target's {shape.hidden_act}, the kernels have silu"
+    return None if find_spec("triton") is not None else "Triton is not installed (`pip install triton`)"
 
 
 def heads_fit(shape: DrafterShape) -> bool:
@@ -148,8 +159,11 @@ def heads_fit(shape: DrafterShape) -> bool:
     `LATENT_WIDTHS`."""
     if shape.attention == "dense":
         return shape.head_dim <= DENSE_WIDTH
-    widths = (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim)
-    return all(width <= most for width, most in zip(widths, LATENT_WIDTHS, strict=True))
+    return all(width <= most for width, most in zip(_latent_widths(shape), LATENT_WIDTHS, strict=True))
+
+
+def _latent_widths(shape: DrafterShape) -> tuple[int, int, int]:
+    return shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim
 
 
 def _normed(states: Tensor, norm: Any) -> Tensor:

@@ -29,7 +29,7 @@ from eagle3.checkpoint import TargetHead
 from eagle3.config import DrafterConfig, TrainerConfig
 from eagle3.drafter import Eagle3Drafter
 from eagle3.errors import RequestError, StageFailed
-from eagle3.fused_step import FusedStep, fits
+from eagle3.fused_step import FusedStep, obstacle
 from eagle3.linear_loss import DraftTeacher
 from eagle3.loss import UnrollLoss, mix_losses, mix_weights, unroll_loss
 from eagle3.oov_memory import OovMemory
@@ -126,6 +126,7 @@ class DrafterTraining(LightningModule):
         self.grad_norm = float("nan")
         self._norms: list[tuple[int, Tensor]] = []  # of optimizer steps, counted from 1
         self.fused: FusedStep | None = None
+        drafter.midlayer.recompute = trainer_config.checkpoint_activations  # where training goes the plain way
         self.oov_memory = OovMemory()
         self.validation: dict[str, float] = {}
         self.register_buffer("target_ids", drafter.target_ids, persistent=False)
@@ -354,10 +355,12 @@ class DrafterTraining(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _fuse(self) -> None:
-        """Takes the written-out step where this drafter and precision have one."""
-        if not fits(self.drafter):
+        """Takes the written-out step where this drafter and precision have one; says so where they have none."""
+        precision = str(self.trainer.precision)
+        if reason := obstacle(self.drafter, precision):
+            log.warning("trainer: takes the plain, slower step instead of that of the kernels for GPUs: %s", reason)
             return
-        dtype = torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
+        dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
         teacher = DraftTeacher(self.teacher.normed, self.teacher.weight, self.target_ids)
         self.teacher.weight = teacher.weight[:0]  # the rows live on in their new order
         self.fused = FusedStep(

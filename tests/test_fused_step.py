@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from importlib.util import find_spec
 
-from eagle3.fused_step import heads_fit
-from tests.drafters import make_shape
+import pytest
+import torch
+
+from eagle3.fused_step import heads_fit, obstacle
+from tests.drafters import make_drafter, make_shape
 
 
 def latent(nope: int, rope: int, value: int) -> dict[str, object]:
@@ -28,3 +31,21 @@ def latent(nope: int, rope: int, value: int) -> dict[str, object]:
 )
 def test_heads_whose_kernels_a_gpu_can_run_take_them(sizes: dict[str, object], fit: bool) -> None:
     assert heads_fit(make_shape(**sizes)) is fit
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "precision", "reason"),
+    [
+        ({}, torch.float32, "16-mixed", "the precision is 16-mixed, the kernels compute in 32-true or bf16-mixed"),
+        ({}, torch.float64, "32-true", "weights are a Tensor of torch.float64, the kernels take"),
+        ({"head_dim": 192}, torch.float32, "32-true", "heads are 192 wide (drafter.head_dim), the kernels take"),
+        (latent(128, 64, 256), torch.float32, "bf16-mixed", "heads are (128, 64, 256) wide (drafter.qk_nope_head"),
+        ({"hidden_act": "gelu"}, torch.float32, "bf16-mixed", "the activation is the target's gelu, the kernels have"),
+        ({}, torch.float32, "bf16-mixed", None if find_spec("triton") else "Triton is not installed"),
+    ],
+)
+def test_what_keeps_a_drafter_from_the_kernels_is_named(
+    sizes: dict[str, object], dtype: torch.dtype, precision: str, reason: str | None
+) -> None:
+    found = obstacle(make_drafter(make_shape(**sizes), dtype=dtype), precision)
+    assert found == reason or (found is not None and reason is not None and found.startswith(reason))

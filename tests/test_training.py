@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +32,7 @@ from eagle3.shards import data_start
 from eagle3.slots import spans
 from eagle3.stages import extract
 from eagle3.store import StatesStore
+from eagle3.trainer import quiet_lightning
 from eagle3.training import DrafterTraining, Tally, learning_rate_factor
 from eagle3.vocab import build_vocab
 from tests.drafters import Teacher, make_document, make_drafter, make_shape, pack, stored
@@ -144,10 +146,10 @@ def test_a_fresh_drafter_starts_from_the_deepest_state(inputs: Path, tiny_target
     assert bool((drafter.norm.weight < 1).all())
 
 
-def make_module(drafter: Any, report: Any = lambda *_: None) -> DrafterTraining:
+def make_module(drafter: Any, report: Any = lambda *_: None, **recipe: Any) -> DrafterTraining:
     teacher: Any = Teacher(23, 16).to(drafter.dtype)
     settings = DrafterConfig(name="x", unroll_steps=3)
-    return DrafterTraining(drafter, teacher, settings, TrainerConfig(name="x"), 10, report)
+    return DrafterTraining(drafter, teacher, settings, TrainerConfig(name="x", **recipe), 10, report)
 
 
 def test_tally_counts_by_hand() -> None:
@@ -183,6 +185,30 @@ def test_norms_are_not_decayed() -> None:
     assert all(p.ndim == 2 for p in matrices["params"])
     assert all(p.ndim == 1 for p in norms["params"])
     assert len(matrices["params"]) + len(norms["params"]) == len(list(module.drafter.parameters()))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_activations_are_made_again_where_it_is_asked_for(again: bool) -> None:
+    """By the plain step: its MLP runs once in each unroll step, or once more in the backward pass."""
+    module = make_module(make_drafter(make_shape()), checkpoint_activations=again)
+    calls: list[Any] = []
+    module.drafter.midlayer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    module.unroll(pack([make_document(make_shape(), [(2, 7)], 8, 1)], 3)).loss.backward()
+    assert len(calls) == (6 if again else 3)
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+def test_the_plain_step_in_the_place_of_the_kernels_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    module = make_module(make_drafter(make_shape(head_dim=192), dtype=torch.float32))
+    with quiet_lightning():
+        module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with caplog.at_level(logging.WARNING, "eagle3"):
+        module._fuse()
+    assert module.fused is None
+    assert caplog.messages == [
+        "trainer: takes the plain, slower step instead of that of the kernels for GPUs: heads are 192 wide "
+        "(drafter.head_dim), the kernels take up to 128"
+    ]
 
 
 def test_muon_refuses_weights_in_shards(tmp_path: Path) -> None:
