@@ -128,11 +128,21 @@ class Layout:
 
     def header(self, plan: ShardPlan, layer_id: int) -> bytes:
         """The bytes in front of a layer file's data; the same for the same plan, which makes them a check."""
-        members, rows = len(plan.rows), plan.tokens
+        return self._header(plan.name, len(plan.rows), plan.tokens, layer_id)
+
+    def file_bytes(self, plan: ShardPlan, layer_id: int) -> int:
+        """The exact size of a layer file."""
+        return self.shard_file_bytes(plan.name, len(plan.rows), plan.tokens, layer_id)
+
+    def shard_file_bytes(self, shard: str, members: int, rows: int, layer_id: int) -> int:
+        """The same from what a manifest says of a shard, so that no plan is needed to know it."""
+        return len(self._header(shard, members, rows, layer_id)) + members * 8 + rows * self.row_bytes
+
+    def _header(self, shard: str, members: int, rows: int, layer_id: int) -> bytes:
         sums, data = members * 8, members * 8 + rows * self.row_bytes
         dtype = DTYPES[self.dtype][1]
         entries = {
-            "__metadata__": {"format": "pt", "layer_id": str(layer_id), "shard": plan.name, "checksum": "crc32"},
+            "__metadata__": {"format": "pt", "layer_id": str(layer_id), "shard": shard, "checksum": "crc32"},
             "checksums": {"dtype": "I64", "shape": [members], "data_offsets": [0, sums]},
             "hidden_states": {"dtype": dtype, "shape": [rows, self.hidden_size], "data_offsets": [sums, data]},
         }
@@ -140,10 +150,6 @@ class Layout:
         # The rows begin at a page, so that they can be written past the page cache.
         text += b" " * (-(8 + len(text) + sums) % PAGE_BYTES)
         return len(text).to_bytes(8, "little") + text
-
-    def file_bytes(self, plan: ShardPlan, layer_id: int) -> int:
-        """The exact size of a layer file."""
-        return len(self.header(plan, layer_id)) + len(plan.rows) * 8 + plan.tokens * self.row_bytes
 
 
 class LayerFile:

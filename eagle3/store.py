@@ -167,6 +167,23 @@ class StatesStore:
                 f"{missing[0]}; these states were made from another prompt set: run `eagle3 stage=extract`"
             )
 
+    def check_sizes(self, layer_ids: Sequence[int]) -> None:
+        """StoreError, naming the first, when files of these layers are absent or have another size. Reads none."""
+        faults: list[str] = []
+        for shard in self.manifest["shards"]:
+            for layer_id in layer_ids:
+                path = self.folder / shard["name"] / self.layout.file_name(layer_id)
+                expected = self.layout.shard_file_bytes(shard["name"], shard["samples"], shard["tokens"], layer_id)
+                found = path.stat().st_size if path.is_file() else None
+                if found != expected:
+                    faults.append(f"{path}: " + ("is absent" if found is None else f"found {found} bytes"))
+                    faults[-1] += f", expected {expected} bytes"
+        if faults:
+            raise StoreError(
+                f"{faults[0]} ({len(faults)} of {len(self.shards) * len(layer_ids)} files are not whole); run "
+                "`eagle3 stage=extract` with the same settings, which makes only these again"
+            )
+
     def check_target(self, target: Target) -> None:
         """RequestError unless the states are this target's: same weights, tokenizer, template and quantization."""
         if differing := target.differences(self.manifest["target"]):

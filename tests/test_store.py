@@ -39,7 +39,7 @@ def write_store(
                 writer.write(sample.id, states_of(sample))
             writer.close(members, ENGINE)
     written = {"hidden_size": 6, "dtype": "bfloat16", "final_id": 4, "layer_ids": list(LAYERS), **manifest}
-    written["shards"] = [{"name": plan.name} for plan in plans]
+    written["shards"] = [{"name": p.name, "samples": len(p.rows), "tokens": p.tokens} for p in plans]
     (folder / "manifest.json").write_text(json.dumps(written))
     return folder
 
@@ -97,6 +97,21 @@ def test_a_file_that_was_cut_off_is_named(folder: Path, samples: list[Sample], w
     with pytest.raises(StoreError, match=r"shard-00000/layer-001\.safetensors: ended early.*stage=verify"):
         store.read(samples[2].id, [1])
     assert store.read(samples[0].id, [1])
+
+
+def test_sizes_are_known_without_a_look_inside(folder: Path):
+    store = StatesStore.open(folder)
+    store.check_sizes(LAYERS)
+    path = folder / "shard-00001" / "layer-001.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    store.check_sizes([2, 4])
+    words = rf"^{path}: found {size - 1} bytes, expected {size} bytes \(1 of 9 files .*`eagle3 stage=extract`"
+    with pytest.raises(StoreError, match=words):
+        store.check_sizes(LAYERS)
+    path.unlink()
+    with pytest.raises(StoreError, match=rf"^{path}: is absent, expected {size} bytes \(1 of 6"):
+        store.check_sizes([1, 4])
 
 
 def test_a_file_without_its_rows_header_or_name(folder: Path, samples: list[Sample]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from eagle3.artifacts import Artifact, Artifacts
 from eagle3.batches import PackedBatch, PackedDataModule
 from eagle3.config import Config
 from eagle3.drafter import WEIGHTS, DrafterShape
-from eagle3.errors import RequestError
+from eagle3.errors import RequestError, StoreError
 from eagle3.stages import train
 from eagle3.trackers import IDENTITY
 from tests.commands import eagle3
@@ -219,6 +220,24 @@ def test_s10_states_of_other_tokens_or_of_another_target_are_refused(
     (prepared / "input_ids.bin").write_bytes(bytes(ids))
     with pytest.raises(RequestError, match=r"first difference at position \d+"):
         run_stage("train", train_config(folder, tiny_target, given))
+
+
+def test_a_states_file_that_was_cut_short_is_named_before_training(
+    inputs: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """It was found at the first batch with its rows, behind any number of steps."""
+    folder = copied(inputs, tmp_path)
+    cfg = train_config(folder, tiny_target)
+    shard = next((folder / "outputs/artifacts/states").glob("*/shard-00000"))
+    for name in ("layer-003.safetensors", "final.safetensors"):
+        whole = (shard / name).read_bytes()
+        os.truncate(shard / name, len(whole) - 1)
+        with pytest.raises(
+            StoreError, match=rf"/{name}: found {len(whole) - 1} bytes, expected {len(whole)} .*extract"
+        ):
+            run_stage("train", cfg)
+        (shard / name).write_bytes(whole)
+    assert not list((folder / "outputs/artifacts").glob("drafter/*"))
 
 
 def test_without_states_the_command_that_makes_them_is_named(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:

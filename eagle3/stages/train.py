@@ -19,6 +19,7 @@ from eagle3.drafter import WEIGHTS
 from eagle3.errors import RequestError
 from eagle3.prepared import Prepared
 from eagle3.published import is_published
+from eagle3.records import sweep_of
 from eagle3.runs import Run
 from eagle3.stages import extract, prepare
 from eagle3.store import StatesStore
@@ -142,6 +143,9 @@ def check_config(cfg: Config) -> None:
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Trains. Returns `steps, tokens, tokens_per_s, loss, simulated_acceptance_length, peak_memory_bytes` and more."""
     target = open_target(cfg)
+    if _awaits_sweep(cfg, run, target):
+        run.log.info("train: would train on layers %s, once the sweep has stored them", list(layer_ids(cfg, target)))
+        return {}
     states = source(cfg, run.artifacts)
     artifact = _drafter(cfg, run.artifacts, target, states)
     if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
@@ -155,6 +159,16 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     if cfg.dry_run:
         return {}
     return job.train()
+
+
+def _awaits_sweep(cfg: Config, run: Run, target: Target) -> bool:
+    """Whether this is the dry run of a sweep's job, whose states the sweep would make before it."""
+    if extract.awaits_sweep(cfg, run):
+        return True
+    if not cfg.dry_run or cfg.inputs.states is not None or sweep_of(run.folder) is None:
+        return False
+    states = extract.states(cfg, run.artifacts)
+    return not states.complete or not {*layer_ids(cfg, target)} <= {*states.manifest()["layer_ids"]}
 
 
 def _inputs(cfg: Config, run: Run, target: Target, states: Artifact) -> TrainingInputs:
@@ -174,6 +188,7 @@ def _inputs(cfg: Config, run: Run, target: Target, states: Artifact) -> Training
     given = cfg.inputs.prepared or store.manifest["prepared"]
     prepared = Prepared.open(run.read(run.artifacts.resolve("prepared", given, None, prepare.MAKE)).folder)
     store.verify(prepared)
+    store.check_sizes([*ids, store.final_id])
     origin = _origin(cfg, run.artifacts, target)
     previous = _previous(cfg, origin)
     if origin is not None and previous is not None:
