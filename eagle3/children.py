@@ -39,7 +39,7 @@ def run_job(settings: HydraConf, overrides: Sequence[str], folder: Path, env: Ma
 
     What it prints goes to console.log there. One that dies without a result gets one that says so.
     """
-    if ended_well(folder):
+    if is_done(folder):
         return
     _set_aside(folder)
     folder.mkdir(parents=True)
@@ -73,9 +73,14 @@ def run_foreign_job(settings: HydraConf, overrides: Sequence[str], cfg: Config) 
         raise StageFailed(f"{folder}: {read_json(folder / 'result.json').get('error', 'the job left no result')}")
 
 
-def ended_well(folder: Path) -> bool:
-    """Whether a job has ended well."""
+def is_done(folder: Path) -> bool:
+    """Whether a job has nothing left to do; a dry run is made again, since it did nothing."""
     return read_json(folder / "result.json").get("status") == "done"
+
+
+def ended_well(folder: Path) -> bool:
+    """Whether a job has ended well, by a dry run too."""
+    return read_json(folder / "result.json").get("status") in ("done", "dry run")
 
 
 def _set_aside(folder: Path) -> None:

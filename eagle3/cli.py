@@ -139,7 +139,7 @@ def execute(composed: Composed) -> int:
         check_nodes(cfg if cfg.stage.name in TRAINING_STAGES else {"model": cfg.model})
         metrics = importlib.import_module(f"eagle3.stages.{cfg.stage.name}").run(cfg, run)
         run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
-        run.finish("done", 0, metrics)
+        run.finish("dry run" if cfg.dry_run else "done", 0, metrics)
     except BaseException as error:
         return _failed(run, error)
     return 0

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from eagle3 import layers, summary
 from eagle3.artifacts import digest, drop_lock, take_lock, write_json
-from eagle3.children import child_command, ended_well, run_job, wait
+from eagle3.children import child_command, ended_well, is_done, run_job, wait
 from eagle3.errors import RequestError, StageFailed
 from eagle3.overrides import quoted
 from eagle3.records import INDEX, Record, read_json
@@ -72,7 +72,7 @@ class SweepLauncher(Launcher):
         return [self._returned(job) for job in jobs]
 
     def _work(self, jobs: list[Job], first: int) -> None:
-        waiting = [job for job in jobs if not ended_well(self.folder / job.name)]
+        waiting = [job for job in jobs if not is_done(self.folder / job.name)]
         if first == 0:
             done = f", {len(jobs) - len(waiting)} of them done already" if len(waiting) < len(jobs) else ""
             self._say(f"sweep of {len(jobs)} jobs{done}: {self.folder}")
@@ -90,14 +90,18 @@ class SweepLauncher(Launcher):
             return []
         self.console.print(summary.table(summary.write(self.folder, self.index)))
         self._say(f"all metrics: {self.folder / summary.FILE}")
+        if not self.config.dry_run:
+            self._report()
+        records = [Record(self.folder / name) for name in self.jobs if not ended_well(self.folder / name)]
+        return [f"{record.name} ({record.result.get('error', 'no result')})" for record in records]
+
+    def _report(self) -> None:
         try:
             from eagle3.report import write_report
 
             self._say(f"report: {write_report(self.folder)}")
         except Exception as error:  # the results are there; a picture must not turn them into a failure
             self._say(f"warning: no report ({type(error).__name__}: {error}); try `eagle3 stage=report`")
-        records = [Record(self.folder / name) for name in self.jobs if not ended_well(self.folder / name)]
-        return [f"{record.name} ({record.result.get('error', 'no result')})" for record in records]
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -156,15 +160,18 @@ class SweepLauncher(Launcher):
         return found
 
     def _capture_union(self, jobs: Sequence[Job]) -> None:
+        """Makes the states that the jobs share, prepared set included; of a dry run's, says so."""
         for job, selections in union_requests([*jobs, *self._searched(jobs[0])], self.parallel):
             shown = json.dumps(selections, separators=(",", ":"))
             overrides = [o for o in job.overrides if o.split("=")[0] not in ("stage", "layers.also")]
             request = digest([sorted(o for o in overrides if o in self._typed()), sorted(map(str, selections))])
             if request in self._captured:
                 continue
-            stages = ["prepare", "extract"] if job.cfg.stage.name == "pipeline" else ["extract"]
-            for stage in stages:
+            for stage in ("prepare", "extract") if job.cfg.inputs.prepared is None else ("extract",):
                 extra = [f"layers.also={shown}"] if stage == "extract" else []
+                if job.cfg.dry_run:
+                    self._say(f"dry run: shared by all jobs and made first: stage={stage} {' '.join(extra)}")
+                    continue
                 self._say(f"shared by all jobs: stage={stage} {' '.join(extra)}")
                 code = wait(child_command(self.config.hydra, [*overrides, f"stage={stage}", *extra]))
                 if code:

@@ -108,12 +108,12 @@ def override_key(override: str) -> tuple[str, bool]:
 def union_requests(jobs: Sequence[Job], parallel: bool = False) -> list[tuple[Job, list[Any]]]:
     """For jobs that differ in layers only, as far as states go: one of them, and all selections that they need.
 
-    A selection is a list of ids, a list of fractions, or None for EAGLE's rule. Jobs that need only one can each ask
-    for it themselves, unless they run in parallel.
+    A selection is a list of ids, a list of fractions, or None for EAGLE's rule. Pipelines and extractions that need
+    only one can each make it themselves, unless they run in parallel; trainings make none.
     """
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        if job.cfg.stage.name in READS_STATES and job.cfg.inputs.states is None and not job.cfg.dry_run:
+        if job.cfg.stage.name in READS_STATES and job.cfg.inputs.states is None:
             tree = dataclasses.asdict(job.cfg)
             groups.setdefault(digest({k: v for k, v in tree.items() if k not in AFTER_STATES}), []).append(job)
     found = []
@@ -124,6 +124,7 @@ def union_requests(jobs: Sequence[Job], parallel: bool = False) -> list[tuple[Jo
             for selection in (own.ids if own.ids is not None else own.fractions, *own.also):
                 if selection not in selections:
                     selections.append(selection)
-        if len(selections) > 1 or (parallel and len(members) > 1):
+        trains = any(job.cfg.stage.name == "train" for job in members)
+        if trains or len(selections) > 1 or (parallel and len(members) > 1):
             found.append((members[0], selections))
     return found

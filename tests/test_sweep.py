@@ -62,6 +62,11 @@ def rows(folder: Path) -> dict[str, dict[str, str]]:
         return {row["job"]: row for row in csv.DictReader(file)}
 
 
+def result_of(here: Path, stage: str) -> str:
+    (path,) = here.glob(f"outputs/runs/*/*-{stage}-*/result.json")
+    return path.read_text()
+
+
 def job_folders(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_dir() and path.name != "report"}
 
@@ -122,15 +127,11 @@ def test_jobs_that_differ_in_layers_share_one_capture() -> None:
 
 
 def test_jobs_over_other_states_do_not_share_a_capture() -> None:
-    other = job("late", fractions=[0.9])
+    other = job("late", stage="pipeline", fractions=[0.9])
     other.cfg.dataset.seed = 1
-    assert union_requests([job("eagle"), other]) == []
-    assert union_requests([job("eagle"), job("eagle")]) == []
+    assert union_requests([job("eagle", stage="pipeline"), other]) == []
+    assert union_requests([job("eagle", stage="pipeline"), job("eagle", stage="pipeline")]) == []
     assert union_requests([job("eagle", stage="export"), job("late", stage="export", fractions=[0.9])]) == []
-    dry = [job("eagle"), job("late", fractions=[0.9])]
-    for member in dry:
-        member.cfg.dry_run = True
-    assert union_requests(dry) == []
     # Drafter and trainer do not matter to states.
     trained = [job("eagle"), job("late", fractions=[0.9])]
     trained[1].cfg.trainer.lr = 0.5
@@ -139,8 +140,16 @@ def test_jobs_over_other_states_do_not_share_a_capture() -> None:
     assert len(union_requests([job("eagle"), job("late", fractions=[0.9], seed=1)])) == 1
 
 
-def test_parallel_jobs_get_what_they_share_before_they_start() -> None:
+def test_trainings_that_make_no_states_themselves_get_them_whatever_is_swept() -> None:
     alike = [job("eagle", seed=seed) for seed in (0, 1)]
+    assert union_requests(alike) == [(alike[0], [None])]
+    for each in alike:
+        each.cfg.inputs.states = "7bb8"
+    assert union_requests(alike) == []
+
+
+def test_parallel_jobs_get_what_they_share_before_they_start() -> None:
+    alike = [job("eagle", stage="pipeline", seed=seed) for seed in (0, 1)]
     assert union_requests(alike) == []
     ((first, selections),) = union_requests(alike, parallel=True)
     assert (first, selections) == (alike[0], [None])
@@ -360,7 +369,7 @@ def test_a_search_maximizes_the_acceptance_length(tmp_path: Path, valued: dict[s
 def test_a_search_captures_all_layers_that_it_may_try_before_its_first_job(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     env = write_stages(tmp_path)
-    for name in ("extract", "train"):
+    for name in ("prepare", "extract", "train"):
         (tmp_path / "more_stages" / f"{name}.py").write_text(RECORDER.format().replace("{}", "{'loss': 1.0}"))
     site = tmp_path / "sitecustomize.py"
     site.write_text(site.read_text().replace("append(", "insert(0, "))
@@ -370,7 +379,8 @@ def test_a_search_captures_all_layers_that_it_may_try_before_its_first_job(tmp_p
     eagle3(*words, cwd=tmp_path, env=env)
     worked = (tmp_path / "outputs" / "worked.txt").read_text().splitlines()
     assert sum(line.startswith("extract") for line in worked) == 1
-    assert json.loads(worked[0].split(maxsplit=2)[2].replace("None", "null")) in (
+    assert worked[0].startswith("prepare ")
+    assert json.loads(worked[1].split(maxsplit=2)[2].replace("None", "null")) in (
         [None, [0.6, 0.75, 0.9]],
         [[0.6, 0.75, 0.9], None],
     )
@@ -404,6 +414,33 @@ def test_a_job_of_several_tasks_is_refused(tmp_path: Path, env: dict[str, str]) 
     done = eagle3(*words, cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert "hydra.launcher.tasks_per_node: found 8, expected 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_of_trainings_is_one_command_and_so_is_its_dry_run(tiny_target: Path, tmp_path: Path) -> None:
+    """In a new folder: it prepares and captures first. A dry run says so, ends with 0 and counts as nothing done."""
+    words = ["-m", "+experiment=smoke", "model=llama", f"model.path={tiny_target}", "dataset=jsonl", "stage=train"]
+    words += [f"dataset.sources.train.path={chats(tmp_path / 'train.jsonl', 12)}", "layers.ids=[1,3,4],[2,3,5]"]
+    for _ in range(2):
+        dry = eagle3(*words, "dry_run=true", cwd=tmp_path)
+        assert dry.returncode == 0, dry.stderr
+        assert "dry run: shared by all jobs and made first: stage=extract layers.also=[[1,3,4],[2,3,5]]" in dry.stderr
+        assert "done already" not in dry.stderr
+        assert "report" not in dry.stderr
+        assert {row["status"] for row in rows(the_sweep(tmp_path)).values()} == {"dry run"}
+        assert not (tmp_path / "outputs/artifacts").exists()
+    words[-1] = "layers.ids=[1,3,4],[1,2,3]"
+    assert eagle3(*words, cwd=tmp_path).returncode == 0
+    assert len(list(tmp_path.glob("outputs/artifacts/drafter/*/manifest.json"))) == 2
+    # Now there are states, without layer 5.
+    words[-1] = "layers.ids=[1,3,4],[2,3,5]"
+    dry = eagle3(*words, "dry_run=true", cwd=tmp_path)
+    assert dry.returncode == 0, dry.stderr
+    (log,) = tmp_path.glob("outputs/sweeps/*/layers.ids=2-3-5/run.log")
+    assert "would train on layers [2, 3, 5], once the sweep has stored them" in log.read_text()
+    page = eagle3("stage=report", cwd=tmp_path)
+    assert "layers.ids=1-2-3" in Path(json.loads(result_of(tmp_path, "report"))["metrics"]["page"]).read_text()
+    assert page.returncode == 0
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from eagle3.engines.vllm_settings import dummy_weights, engine_arguments
 from eagle3.errors import RequestError
 from eagle3.prepared import Prepared
 from eagle3.progress import duration
+from eagle3.records import sweep_of
 from eagle3.runs import Run
 from eagle3.shards import Layout, plan_shards, shards_at
 from eagle3.stages import prepare, rehearse
@@ -55,6 +56,13 @@ def _states(cfg: Config, artifacts: Artifacts, target: Target, prepared: Artifac
     return artifacts.of("states", identity)
 
 
+def awaits_sweep(cfg: Config, run: Run) -> bool:
+    """Whether this is the dry run of a sweep's job, whose prepared set the sweep would make before it."""
+    if not cfg.dry_run or cfg.inputs.prepared is not None or cfg.inputs.states is not None:
+        return False
+    return sweep_of(run.folder) is not None and not prepare.prepared(cfg, run.artifacts).complete
+
+
 def selections(cfg: LayersConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
     """The selection to train on, then those of `layers.also`, as checked ids. RequestError for an impossible one."""
     chosen = [layers.select(num_layers, cfg.ids, cfg.fractions)]
@@ -78,6 +86,9 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     run.read(prepared_artifact)
     listed = artifact.complete and {*wanted} <= {*artifact.manifest()["layer_ids"]}
     # Held from before the look at what is there: what another run adds meanwhile would be lost from the manifest.
+    if awaits_sweep(cfg, run):
+        run.log.info("extract: would capture what the sweep prepares first")
+        return {}
     with nullcontext() if listed or cfg.dry_run else run.artifacts.lock(artifact, wait=True):
         return _extract(cfg, run, target, prepared_artifact, artifact, wanted)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3.config import Config
 from eagle3.errors import RequestError
-from eagle3.records import INDEX
+from eagle3.records import INDEX, Record, read_json
 from eagle3.report import write_report
 from eagle3.runs import Run
 
@@ -27,13 +27,20 @@ def newest(cfg: Config, run: Run) -> Path:
     """The sweep that was worked on last; without one, the newest run that trained or evaluated."""
     root = Path(cfg.output_dir).absolute()
     sweeps = sorted(root.glob(f"sweeps/*/{INDEX}"), key=lambda path: path.stat().st_mtime)
-    if sweeps:
-        return sweeps[-1].parent
+    worked = [path.parent for path in sweeps if not any(_dry(path.parent / name) for name in read_json(path))]
+    if worked:
+        return worked[-1]
     kinds = (["pipeline"], ["train"], ["evaluate"])
-    runs = [path for path in root.glob("runs/*/*") if path.name.split("-")[4:5] in kinds and path != run.folder]
+    runs = [path for path in root.glob("runs/*/*") if path.name.split("-")[4:5] in kinds]
+    runs = [path for path in runs if path != run.folder and not _dry(path)]
     if not runs:
         raise RequestError(
             f"report.folder: {root} holds no sweep and no run that trained or evaluated; run one, or name a folder "
             "with report.folder=FOLDER"
         )
     return max(runs, key=lambda path: (path.parent.name, path.name))
+
+
+def _dry(folder: Path) -> bool:
+    """Whether a run only said what it would do."""
+    return Record(folder).status == "dry run"
