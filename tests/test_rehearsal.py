@@ -1,11 +1,15 @@
-"""What a rehearsal works out without an engine: few layers, the spread of lengths, memory from headers alone."""
+"""What a rehearsal works out without an engine: few layers, the spread of lengths, memory from headers alone; and its
+verdicts, with a stub of vLLM for the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,13 @@ import pytest
 
 from eagle3.artifacts import Artifacts
 from eagle3.checkpoint import open_target
-from eagle3.config import Config, LayersConfig, ModelConfig
+from eagle3.config import Config, LayersConfig, ModelConfig, RehearseConfig, StoreConfig
 from eagle3.errors import RequestError
 from eagle3.memory import Footprint, key_value_bytes, weight_bytes
-from eagle3.rehearsal import Extraction, rehearsal_samples, rehearse, shrunken_checkpoint
+from eagle3.rehearsal import Extraction, Rehearsal, rehearsal_samples, rehearse, shrunken_checkpoint
 from eagle3.runs import Run
 from eagle3.stages import rehearse as rehearse_stage
-from tests.stub import Stub
+from tests.stub import Stub, changed, two_ranks
 from tests.vllm.checkpoints import gpt_oss
 from tests.vllm.engines import EXPECT_NOTHING
 from tests.vllm.hollow import kimi_k25
@@ -108,13 +112,191 @@ def test_lists_with_an_entry_a_layer_are_cut(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
-def test_wrong_backends_are_found(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = {**EXPECT_NOTHING, "attention_backend": "FLASH_ATTN"}
-    cfg, target = Stub(tiny_target, tmp_path, monkeypatch).configured(expected_backends=expected)
-    outcome = rehearse(cfg, target, Extraction((1, 3, 5, 6), None, 10**9), tmp_path / "made", tmp_path / "engine.log")
-    assert not outcome.passed
+@pytest.fixture
+def rehearsed(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rehearsal]:
+    """Rehearses the capture of four states of 100 samples of 20 tokens, with a stub that does `load` at first."""
+
+    def act(
+        load: str = "",
+        engines: int = 1,
+        layers: int = 6,
+        lengths: tuple[int, ...] = (20,) * 100,
+        free_bytes: int = 10**9,
+        batches: int = 8,
+        version: str = "0.32.0",
+        target: Path = tiny_target,
+        folder: Path = tmp_path / "made",
+        **hardware: Any,
+    ) -> Rehearsal:
+        cfg, opened = Stub(target, tmp_path, monkeypatch, version).configured(engines, load, **hardware)
+        cfg.store, cfg.rehearse = StoreConfig(dtype="float32"), RehearseConfig(layers=layers, batches=batches)
+        extraction = Extraction((1, 3, 5, 6), lengths, free_bytes)
+        return rehearse(cfg, opened, extraction, folder, tmp_path / "engine.log")
+
+    return act
+
+
+def failed(outcome: Rehearsal) -> dict[str, str]:
+    assert outcome.passed == all(check.passed for check in outcome.checks)
+    return {check.name: check.detail for check in outcome.checks if not check.passed}
+
+
+def details(outcome: Rehearsal) -> dict[str, str]:
+    return {check.name: check.detail for check in outcome.checks}
+
+
+# A rehearsal's second pass is the one in which ranks take each other's part.
+TURNED = changed("eagle3_arm", "setattr(llm, 'turned', given[2]['rotation']) or old()")
+TWICE = TURNED + changed("write", "before(given[0], given[1] * (1 + llm.turned))")
+# The final state's first value, but for that of the first samples, which are checked before.
+DAMAGED = """
+def damaged(name, ids, write=self.write, llm=self):
+    write(name, ids)
+    path, start = llm.shards[name.rpartition("-")[0]]["files"]["6"]
+    if "/shard-first-" not in path:
+        with open(path, "r+b") as file:
+            file.seek(start)
+            file.write(b"1234")
+self.write = damaged
+"""
+LOST = changed("eagle3_poll", "(lambda a: {**a, 'finished': [{**f, 'rejected': [0]} for f in a['finished']]})(old())")
+
+
+def test_a_good_rehearsal_passes_all_its_checks(rehearsed: Callable[..., Rehearsal]) -> None:
+    outcome = rehearsed()
+    assert failed(outcome) == {}
+    found = details(outcome)
+    assert list(found) == [
+        *("checkpoint", "tokenizer", "vllm version", "host memory", "engine", "layers", "backends"),
+        *("states", "store", "repeatable", "disk", "time"),
+    ]
+    assert found["layers"] == "6 of 6 x Layer"
+    assert found["states"] == "260 tokens, finite, ids as sent"
+    # Four states of 48 values in float32.
+    assert found["store"] == "0.00 GB written and read back, 768 B a token in 4 states"
+    assert found["repeatable"] == "100.0% of the rows to the bit, largest relative difference 0.0e+00"
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "words"),
+    [
+        (changed("eagle3_describe", "{**old(), 'num_layers': 5}"), "layers", "^5 of 6 x Layer$"),
+        (LOST, "states", "^lost: .*'non_finite': 1"),
+        (DAMAGED, "store", r"final\.safetensors: has damaged rows \(checksum of sample"),
+        (TWICE, "repeatable", r"^0\.0% of the rows to the bit, largest relative difference [\d.]+e[+-]0"),
+        (two_ranks() + TWICE, "2 ranks agree", r"^0\.0% of the rows to the bit"),
+    ],
+)
+def test_what_a_rehearsal_finds_wrong(rehearsed: Callable[..., Rehearsal], load: str, name: str, words: str) -> None:
+    """Each of its verdicts alone: the others pass."""
+    found = failed(rehearsed(load))
+    assert list(found) == [name]
+    assert re.search(words, found[name]), found
+
+
+def test_two_ranks_that_agree_pass(rehearsed: Callable[..., Rehearsal]) -> None:
+    outcome = rehearsed(two_ranks())
+    assert failed(outcome) == {}
+    assert details(outcome)["2 ranks agree"].startswith("100.0% of the rows to the bit")
+
+
+def test_a_single_row_that_differs_is_not_rounded_away(rehearsed: Callable[..., Rehearsal]) -> None:
+    """One of 2,560 tokens."""
+    once = "before(given[0], given[1] + (llm.turned and given[0].endswith('-0')) * 1e-3 * np.eye(1, 20)[0])"
+    outcome = rehearsed(TURNED + changed("write", once), batches=80)
+    assert outcome.numbers["tokens"] == 2560
+    assert failed(outcome) == {}
+    assert details(outcome)["repeatable"].startswith("99.9% of the rows to the bit, largest relative difference ")
+
+
+def test_a_disk_too_small_by_a_byte_is_found(rehearsed: Callable[..., Rehearsal]) -> None:
+    size = rehearsed().numbers["forecast_bytes"]
+    assert size == pytest.approx(2000 * 768, rel=0.3)
+    assert failed(rehearsed(free_bytes=size)) == {}
+    assert failed(rehearsed(free_bytes=size - 1)) == {"disk": "0.0 GB of states, 0.0 GB free"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("tokenizer", {}, "tokenizer"),
+        ("vllm version", {"version": "0.99.0"}, "^0.99.0 is outside the tested range 0.26 to 0.32; its seams changed"),
+        (
+            "host memory",
+            {"lengths": (10**13,), "folder": Path("/dev/shm/eagle3-rehearsal")},
+            r"^output_dir: the capture needs 7680\.0 TB \(buffers of all ranks 73\.7 kB, states in memory",
+        ),
+    ],
+)
+def test_what_is_found_before_an_engine_starts(
+    rehearsed: Callable[..., Rehearsal],
+    tiny_target: Path,
+    tmp_path: Path,
+    name: str,
+    change: dict[str, Any],
+    words: str,
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    if name == "tokenizer":
+        for file in target.glob("tokenizer*"):
+            file.unlink()
+    outcome = rehearsed(target=target, **change)
+    found = failed(outcome)
+    assert list(found) == [name]
+    assert re.search(words, found[name]), found
+    assert "engine" not in details(outcome)
+    assert not (tmp_path / "engine.log").exists()
+
+
+def test_memory_and_time_of_all_layers_are_foretold_from_a_few(
+    rehearsed: Callable[..., Rehearsal], tiny_target: Path
+) -> None:
+    """Counted by hand: two ranks that report their memory, 4 of 6 layers."""
+    load = changed(
+        "eagle3_describe",
+        "{**old(), 'num_layers': 4, 'weight_bytes': 9 * 10**9, 'context_bytes': 5 * 10**9,"
+        " 'memory_total_bytes': 41 * 10**9}",
+    )
+    load += changed(
+        "eagle3_disarm",
+        "{**old(), 'needed_bytes': 60 * 10**9, 'device_bytes': 70 * 10**9, 'key_value_bytes': 20 * 10**9}",
+    )
+    load += changed("eagle3_poll", "{**old(), 'model_s': llm.rows / 10}")
+    load += two_ranks(
+        needed_bytes=55 * 10**9, weight_bytes=8 * 10**9, context_bytes=4 * 10**9, memory_total_bytes=40 * 10**9
+    )
+    outcome = rehearsed(load, engines=2, layers=4, tensor_parallel_size=2)
+    assert failed(outcome) == {}
+    numbers, found = outcome.numbers, details(outcome)
+    # On each of two GPUs: half of the matrices of 48 x 48, 24 x 48 and 96 x 48, norms wholly.
+    vocab = json.loads((tiny_target / "config.json").read_text())["vocab_size"]
+    layer, tables = 2 * 48 * 48 + 2 * 24 * 48 + 3 * 96 * 48, 2 * vocab * 48
+    six, four = (4 * ((n * layer + tables) // 2 + n * 2 * 48 + 48) for n in (6, 4))
+    # One head of 12, keys and values in float32 in 6 layers, for a batch of 32 tokens and a document of 256.
+    keys = 2 * 12 * 4 * 6 * (32 + 256)
+    # The first rank's batch: 60 needed, but 20 for keys and values, 9 for weights, 5 for libraries.
+    assert numbers["working_bytes"] == 26 * 10**9
+    assert numbers["key_value_bytes_per_gpu"] == keys
+    assert numbers["memory_bytes_per_gpu"] == six + keys + 31 * 10**9
+    assert numbers["rehearsed_memory_forecast_bytes"] == four + keys * 4 // 6 + 31 * 10**9
+    assert numbers["rehearsed_memory_bytes"] == 40 * 10**9 + keys * 4 // 6
+    # A tenth of the smaller GPU is left to others.
+    parts = "(weights 0.0, keys and values 0.0, a batch 26.0, context 5.0)"
+    assert found["memory"] == f"31.0 of 36.0 GB a GPU {parts}"
+    assert found["memory measured"] == "40.0 GB with these 4 layers, foretold 31.0 (+29.0%)"
+    # 10 tokens/s at 4 layers, two engines.
+    assert (numbers["model_tokens_per_s"], numbers["forecast_tokens_per_s"]) == (10, 7)
+    assert numbers["forecast_seconds"] == 150.0
+    assert found["time"].startswith("about 2m30s for 2,000 tokens at 2 engines of 7 tokens/s each: the model alone 7, ")
+    small = rehearsed(load, layers=4, tensor_parallel_size=2, engine_options={"gpu_memory_utilization": 0.7})
+    assert list(failed(small)) == ["memory"]
+    assert failed(small)["memory"].startswith(f"31.0 of 28.0 GB a GPU {parts}; 3.0 GB too much: raise ")
+
+
+def test_wrong_backends_are_found(rehearsed: Callable[..., Rehearsal]) -> None:
+    outcome = rehearsed(expected_backends={**EXPECT_NOTHING, "attention_backend": "FLASH_ATTN"})
     assert outcome.checks[-1].name == "engine"
-    assert "attention_backend: expected FLASH_ATTN, found CPU_ATTN" in outcome.checks[-1].detail
+    assert "attention_backend: expected FLASH_ATTN, found CPU_ATTN" in failed(outcome)["engine"]
 
 
 def test_of_two_runs_of_the_same_settings_one_rehearses(
