@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from eagle3.checkpoint import open_target
+from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config, LayersConfig
 from eagle3.engines import expected_tokens_per_s
 from eagle3.errors import RequestError
@@ -17,7 +17,7 @@ from eagle3.memory import weight_bytes
 from eagle3.prepared import Prepared
 from eagle3.progress import duration
 from eagle3.runs import Run
-from eagle3.stages import extract
+from eagle3.stages import extract, rehearse
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
@@ -30,8 +30,10 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     artifact = extract.states(cfg, run.artifacts)
     num_layers = target.shape.num_layers
     measured = artifact.manifest()["metrics"]["tokens_per_s"] if artifact.complete else None
-    speed = measured or expected_tokens_per_s(cfg.hardware, target)
-    rate = f"{speed:,.0f} tokens/s, {'as measured' if measured else 'a cautious guess'}" if speed else "unknown"
+    foretold = None if measured else _foretold(cfg, run, target)
+    speed = measured or foretold or expected_tokens_per_s(cfg.hardware, target)
+    origin = "as measured" if measured else "as a rehearsal foretold" if foretold else "a cautious guess"
+    rate = f"{speed:,.0f} tokens/s, {origin}" if speed else "unknown"
     table = Table(title=f"extraction of {len(prepared.lengths):,} samples ({rate})")
     for column in ("layers", "ids", "bytes", "a token", "time"):
         table.add_column(column, justify="left" if column in ("layers", "ids") else "right")
@@ -69,6 +71,16 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
                 "hardware.gpu_memory_gb: they do not fit; raise hardware.tensor_parallel_size, or choose other hardware"
             )
     return metrics
+
+
+def _foretold(cfg: Config, run: Run, target: Target) -> float | None:
+    """Tokens a second of all engines, of a rehearsal of these settings that has passed on this machine."""
+    try:
+        numbers = rehearse.forecast(cfg, run, target)
+    except RequestError:
+        # Sizes are told without vLLM, and for settings that it would refuse.
+        return None
+    return cfg.hardware.data_parallel_size * numbers["forecast_tokens_per_s"] if numbers else None
 
 
 def _presets(without: str) -> Iterator[tuple[str, LayersConfig]]:

@@ -19,6 +19,7 @@ from rich.table import Table
 from eagle3.artifacts import Artifact
 from eagle3.checkpoint import Target, open_target
 from eagle3.engines import Engine, engine_is_open, open_engine
+from eagle3.engines.backends import expected_backends
 from eagle3.errors import RequestError, StageFailed
 from eagle3.prepared import Prepared
 from eagle3.progress import duration
@@ -59,9 +60,12 @@ def open_rehearsed(
             f"hardware.data_parallel_size: found {cfg.hardware.data_parallel_size}, but the {cfg.hardware.engine} "
             "engine is one process; leave it at 1, or set hardware.engine=vllm"
         )
-    if cfg.hardware.engine == "vllm" and cfg.rehearse.before_load and not engine_is_open(cfg, target):
-        numbers = forecast(cfg, run, target) or perform(cfg, run, target, lengths)
-        if lengths:
+    if cfg.hardware.engine == "vllm":
+        numbers = forecast(cfg, run, target)
+        if not numbers and cfg.rehearse.before_load and not engine_is_open(cfg, target):
+            numbers = perform(cfg, run, target, lengths)
+        # Also for an engine that is open already: whoever opened it for answers knew of no lengths.
+        if numbers and lengths:
             speed, tokens = cfg.hardware.data_parallel_size * numbers["forecast_tokens_per_s"], sum(lengths)
             run.log.info("rehearse: passed; about %s for %s tokens", duration(tokens / speed), f"{tokens:,}")
     return open_engine(cfg, target, run.folder / "engine.log")
@@ -130,10 +134,12 @@ def _artifact(cfg: Config, run: Run, target: Target, layer_ids: Sequence[int]) -
     """Everything that the outcome depends on, the machine and vLLM's version among it, but not the data set."""
     from eagle3.engines.vllm_settings import engine_arguments, installed_version
 
+    expected = expected_backends(target.adapter.expected_backends(), cfg.hardware.expected_backends)
     identity = {
         "target": target.fingerprint(),
         "arguments": engine_arguments(cfg, target, Path(), "dummy"),
-        "expected_backends": dict(cfg.hardware.expected_backends),
+        # One that was told to warn has proved nothing about them.
+        "expected_backends": expected if cfg.hardware.on_backend_mismatch == "stop" else {},
         "captured": len(layer_ids),
         "layers": cfg.rehearse.layers,
         "dtype": cfg.store.dtype,
