@@ -1,12 +1,17 @@
-"""What a capture by vLLM reports of its time and memory."""
+"""What a capture by vLLM reports of its time and memory, and the end of one whose rows never come."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_capture import WRITERS, batch_bytes, memory_bytes, throughput
+from eagle3.errors import EngineError
+from tests.conftest import random_samples
+from tests.stub import Stub, changed
 
 
 def rank(**numbers: float) -> dict[str, Any]:
@@ -36,3 +41,16 @@ def test_a_batch_needs_what_is_neither_weights_nor_keys_and_values_nor_libraries
     loaded = [{"weight_bytes": 20, "context_bytes": 4}, {"weight_bytes": 25, "context_bytes": 4}]
     assert batch_bytes({"ranks": [rank(), rank()]}, loaded) == 36
     assert batch_bytes({"ranks": [rank(needed_bytes=0)]}, loaded[:1]) == 0
+
+
+def test_rows_that_never_come_end_a_capture(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request is finished and every row that came is written, but a rank never reports a shard."""
+    load = changed("eagle3_poll", "{**old(), 'finished': [], 'open_samples': 3}")
+    cfg, target = Stub(tiny_target, tmp_path, monkeypatch).configured(load=load)
+    with (
+        VllmEngine(cfg, target, log_file=tmp_path / "engine.log") as engine,
+        pytest.raises(
+            EngineError, match=r"^vllm: all requests are finished, but 3 samples of \['shard-.*'\] lack rows"
+        ),
+    ):
+        list(engine.capture(random_samples([20] * 5), (1, 6)))
