@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import RequestError, StoreError
+from eagle3.file_list import find_faults, list_files
 
 MANIFEST = "manifest.json"
 # How often a process looks whether another one is done.
@@ -108,6 +109,20 @@ class Artifact:
             raise StoreError(f"{path}: found a {type(found).__name__}, expected an object; delete {self.folder}")
         return found
 
+    def faults(self, contents: bool) -> list[str]:
+        """What is wrong with the files that the manifest lists, by their sizes or by all of their contents."""
+        return find_faults(self.folder, self.manifest().get("files", {}), contents)
+
+    def check_sizes(self, make: str) -> None:
+        """StoreError when a file is absent or has another size than the manifest lists; `make` makes it again."""
+        if faults := self.faults(contents=False):
+            more = f" (the first of {len(faults)} such files)" if len(faults) > 1 else ""
+            raise StoreError(f"{faults[0]}{more}; {self.remake(make)}")
+
+    def remake(self, make: str) -> str:
+        """What to do about a damaged one."""
+        return f"delete {self.folder} and run `{make}` with the same settings to make it again"
+
 
 class Artifacts:
     """All artifacts under one root folder.
@@ -139,8 +154,9 @@ class Artifacts:
     ) -> Artifact:
         """The artifact to read: the id or folder that the user gave, else the `expected` one that the config leads to.
 
-        RequestError when it is absent, half-written, broken or of another kind; `make` is the command that makes it,
-        `field` where the user gave it (`inputs.KIND` unless said).
+        RequestError when it is absent, half-written or of another kind, or when its manifest is broken, StoreError when
+        its files have other sizes; `make` is the command that makes it, `field` where the user gave it (`inputs.KIND`
+        unless said).
         """
         if given is not None:
             artifact, where = self._given(kind, given), f"{field or f'inputs.{kind}'}={given}"
@@ -157,6 +173,7 @@ class Artifacts:
                 raise RequestError(
                     f"{where}: {artifact.folder} holds a {found} artifact, expected {kind}; run `{make}`"
                 )
+            artifact.check_sizes(make)
             return dataclasses.replace(artifact, id=manifest.get("id", artifact.id))
         if artifact.partial.exists():
             raise RequestError(
@@ -230,10 +247,11 @@ class Artifacts:
         return artifact.partial
 
     def commit(self, artifact: Artifact, manifest: dict[str, Any]) -> None:
-        """Completes what `begin` started: manifest last, everything fsynced, one rename."""
+        """Completes what `begin` started: manifest last, with its files' checksums, everything fsynced, one rename."""
         if self.attached:
             return
-        write_json(artifact.partial / MANIFEST, self._stamped(artifact, manifest))
+        listed = {**manifest, "files": list_files(artifact.partial)}
+        write_json(artifact.partial / MANIFEST, self._stamped(artifact, listed))
         for folder, _, files in os.walk(artifact.partial):
             for name in files:
                 with open(Path(folder) / name, "rb") as file:
@@ -247,7 +265,8 @@ class Artifacts:
     def amend(self, artifact: Artifact, manifest: dict[str, Any]) -> None:
         """Replaces the manifest of a complete artifact (states that gained layers)."""
         if not self.attached:
-            write_json(artifact.folder / MANIFEST, self._stamped(artifact, manifest))
+            listed = {"files": artifact.manifest().get("files", {}), **manifest}
+            write_json(artifact.folder / MANIFEST, self._stamped(artifact, listed))
             self.written.add(artifact.folder)
 
     def release(self, artifact: Artifact) -> None:

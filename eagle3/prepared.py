@@ -127,6 +127,8 @@ class Prepared:
         self.manifest = manifest
         self._offsets: np.ndarray = np.load(folder / "offsets.npy")
         self.lengths: np.ndarray = np.diff(self._offsets)
+        if not len(self._offsets) or self._offsets[0] != 0 or (self.lengths <= 0).any():
+            raise ValueError("offsets.npy does not ascend from 0")
         self._ids: np.ndarray = np.load(folder / "sample_ids.npy")
         self._validation: np.ndarray = np.load(folder / "validation.npy")
         self._keys = _lines(folder / "keys.txt")
@@ -140,9 +142,9 @@ class Prepared:
         try:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
             prepared = cls(Path(folder), manifest)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, MemoryError) as error:
             raise StoreError(
-                f"{folder}: is no complete prepared artifact ({error}); run `eagle3 stage=prepare`"
+                f"{folder}: is no whole prepared artifact ({error}); delete the folder and run `eagle3 stage=prepare`"
             ) from error
         sizes = {len(prepared.lengths), len(prepared._ids), len(prepared._validation), len(prepared._keys)}
         if sizes != {manifest["metrics"]["samples"]}:

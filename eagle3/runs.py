@@ -33,7 +33,7 @@ from eagle3.progress import Advance, progress
 FOLDER_VARIABLE = "EAGLE3_RUN_FOLDER"
 WIDTH = 140
 # They read what lies in the output folder; gc deletes there, and writes nothing.
-LOOKING_STAGES = ("runs", "gc")
+LOOKING_STAGES = ("runs", "gc", "verify")
 CONFIG_HEADER = """\
 # The whole configuration of this run, resolved. `eagle3 -cp <this folder>` repeats it; values can be overridden there.
 defaults:

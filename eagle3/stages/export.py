@@ -64,6 +64,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     _check_target(source, target)
     artifact = _exported(cfg, run.artifacts, source)
     if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
+        artifact.check_sizes(MAKE)
         run.log.info("export: hit, %s is complete", artifact.folder)
         run.wrote(artifact)
         return artifact.manifest()["metrics"]

@@ -84,6 +84,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     else:
         artifact = run.artifacts.resolve("prepared", given, None, MAKE)
     if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
+        artifact.check_sizes(MAKE)
         run.log.info("prepare: hit, %s", artifact.folder)
         run.wrote(artifact)
         return _metrics(cfg, Prepared.open(artifact.folder))

@@ -149,6 +149,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     states = source(cfg, run.artifacts)
     artifact = _drafter(cfg, run.artifacts, target, states)
     if artifact.complete or not (cfg.dry_run or run.artifacts.claim(artifact)):
+        artifact.check_sizes(MAKE)
         run.log.info("train: hit, %s is complete", artifact.folder)
         run.wrote(artifact)
         return artifact.manifest()["metrics"]
