@@ -189,7 +189,7 @@ def open_target(cfg: Config) -> Target:
     architecture that the adapter does not know, missing or truncated shards, and sizes that contradict the config.
     """
     model = cfg.model
-    adapter = _adapter(model)
+    adapter = adapter_of(model)
     asked = "dry_run=true" if cfg.dry_run else "stage=estimate" if cfg.stage.name == "estimate" else None
     folder = _folder(model.path, cfg.cache_dir, "model.path", weights=True, revision=model.revision, offline_for=asked)
     config_file = folder / "config.json"
@@ -215,7 +215,8 @@ def open_target(cfg: Config) -> Target:
     return target
 
 
-def _adapter(model: ModelConfig) -> Adapter:
+def adapter_of(model: ModelConfig) -> Adapter:
+    """The adapter that `model.adapter` names. RequestError when it names none."""
     if not model.adapter:
         names = sorted(families())
         raise RequestError(

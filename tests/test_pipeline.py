@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle3 import cli
+from eagle3.adapters.llama import LlamaAdapter
 
 STAGES = ("prepare", "extract", "train", "export", "evaluate")
 
@@ -145,6 +146,38 @@ def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(
 ) -> None:
     assert smoke(monkeypatch, tiny_target, tmp_path, 4, *wrong.split()) == 2
     assert message in capsys.readouterr().err
+    assert not list(Path("outputs").rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("engines", "words", "field", "wrong"),
+    [
+        (("vllm",), "evaluate.engine=transformers hardware.engine=vllm", "evaluate.engine", "transformers"),
+        (("vllm",), "evaluate.engine=vllm", "hardware.engine", "transformers"),
+        (("vllm",), "stage=evaluate", "hardware.engine", "transformers"),
+        (("vllm",), "stage=extract", "hardware.engine", "transformers"),
+        (("vllm",), "stage=prepare dataset.answers=regenerate", "hardware.engine", "transformers"),
+        (("transformers",), "evaluate.engine=vllm", "evaluate.engine", "vllm"),
+    ],
+)
+def test_an_engine_that_does_not_run_the_family_is_refused_by_its_field(
+    engines: tuple[str, ...],
+    words: str,
+    field: str,
+    wrong: str,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As Kimi's, which vLLM alone runs: the evaluation's engine was looked at behind training and export."""
+    monkeypatch.setattr(LlamaAdapter, "engines", engines)
+    sets = f"evaluate.sets=[{chats(tmp_path / 'asked.jsonl', 2)}]"
+    assert smoke(monkeypatch, tiny_target, tmp_path, 4, sets, *words.split()) == 2
+    told = (
+        f"eagle3: {field}: the adapter llama runs with {list(engines)}, not with {wrong}; see `eagle3 stage=adapters`"
+    )
+    assert told in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))
 
 

@@ -13,6 +13,7 @@ from eagle3.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eagle3.adapter import Adapter
     from eagle3.checkpoint import Target
     from eagle3.config import Config, HardwareConfig
     from eagle3.tokens import Sample
@@ -178,6 +179,15 @@ def compute_dtype(hardware: HardwareConfig, target: Target) -> str:
     if given not in DTYPES:
         raise RequestError(f"model.dtype: found {given!r}, expected auto or one of {list(DTYPES)}")
     return given
+
+
+def check_engine(adapter: Adapter, engine: str, asked_by: str = "hardware.engine") -> None:
+    """RequestError, in the name of the setting that asks for it, when the target's family does not run in `engine`."""
+    if engine not in adapter.engines:
+        raise RequestError(
+            f"{asked_by}: the adapter {adapter.name} runs with {list(adapter.engines)}, not with {engine}; see "
+            "`eagle3 stage=adapters`"
+        )
 
 
 def attention_window(target: Target) -> int:

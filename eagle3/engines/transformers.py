@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle3.checkpoint import Target
 from eagle3.config import HardwareConfig
-from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt, compute_dtype
+from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt, check_engine, compute_dtype
 from eagle3.engines.generation import Generator
 from eagle3.engines.packed_linear import pack_linears
 from eagle3.engines.padding import length_batches, pad
@@ -138,11 +138,7 @@ def _load(target: Target, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    if NAME not in target.adapter.engines:
-        raise RequestError(
-            f"hardware.engine: the adapter {target.adapter.name} runs with {list(target.adapter.engines)}, not with "
-            f"{NAME}; see `eagle3 stage=adapters`"
-        )
+    check_engine(target.adapter, NAME)
     transformers_logging.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         target.folder,

@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt
+from eagle3.engines import CapturedStates, EngineInfo, Generation, Prompt, check_engine
 from eagle3.engines.backends import expected_backends, mismatches
 from eagle3.engines.stalls import ProgressClock
 from eagle3.engines.vllm_capture import CaptureDriver, ShardWork
@@ -67,11 +67,7 @@ class VllmEngine:
         """
         self.cfg, self.target, self.hardware = cfg, target, cfg.hardware
         self.version = installed_version()
-        if NAME not in target.adapter.engines:
-            raise RequestError(
-                f"hardware.engine: the adapter {target.adapter.name} runs with {list(target.adapter.engines)}, not "
-                f"with {NAME}; see `eagle3 stage=adapters`"
-            )
+        check_engine(target.adapter, NAME)
         check_devices(cfg)
         self._adapter = f"{type(target.adapter).__module__}:{type(target.adapter).__qualname__}"
         self._expected = expected_backends(target.adapter.expected_backends(), cfg.hardware.expected_backends)

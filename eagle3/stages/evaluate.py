@@ -19,11 +19,11 @@ from eagle3.artifacts import Artifact, Artifacts, write_json
 from eagle3.assets import cache_folder
 from eagle3.benchmarks import PromptSet, prompt_sets, token_prompts
 from eagle3.bigram import BigramChain, count_successors
-from eagle3.checkpoint import Target, open_target
+from eagle3.checkpoint import Target, adapter_of, open_target
 from eagle3.config import Config
 from eagle3.decoding import Decoded, DrafterChain, LiveTarget, Proposer, Recorder, Verifier, decode, place
 from eagle3.drafter import Eagle3Drafter, load_drafter
-from eagle3.engines import open_engine
+from eagle3.engines import check_engine, open_engine
 from eagle3.engines.transformers import TransformersEngine
 from eagle3.engines.vllm_settings import installed_version
 from eagle3.errors import RequestError, StageFailed
@@ -211,10 +211,12 @@ def _simulated(training: Mapping[str, Any], k: int) -> float | None:
 
 
 def check_config(cfg: Config) -> None:
-    """RequestError when the engine that decodes is absent or cannot do what `evaluate` asks, or what it is to be
-    compared with is no evaluation."""
+    """RequestError when the engine that decodes is absent, does not run the target's family or cannot do what
+    `evaluate` asks, or what it is to be compared with is no evaluation."""
+    asked_by = "hardware.engine" if cfg.evaluate.engine is None else "evaluate.engine"
+    check_engine(adapter_of(cfg.model), engine_name(cfg), asked_by)
     if engine_name(cfg) == "vllm":
-        installed_version("hardware.engine" if cfg.evaluate.engine is None else "evaluate.engine")
+        installed_version(asked_by)
     else:
         for field, expected in (("temperature", 0.0), ("batch_sizes", [1]), ("also_k", []), ("also_temperatures", [])):
             found = getattr(cfg.evaluate, field)

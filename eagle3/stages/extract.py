@@ -16,9 +16,9 @@ from typing import Any
 from eagle3 import host_memory, layers
 from eagle3.artifacts import Artifact, Artifacts, write_json
 from eagle3.capture import Capture, CaptureCount
-from eagle3.checkpoint import Target, open_target
+from eagle3.checkpoint import Target, adapter_of, open_target
 from eagle3.config import Config, LayersConfig
-from eagle3.engines import compute_dtype, expected_tokens_per_s
+from eagle3.engines import check_engine, compute_dtype, expected_tokens_per_s
 from eagle3.engines.vllm_capture import memory_bytes, throughput
 from eagle3.engines.vllm_settings import dummy_weights, engine_arguments
 from eagle3.errors import RequestError
@@ -77,18 +77,24 @@ def wanted_ids(cfg: LayersConfig, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({num_layers, *(i for chosen in selections(cfg, num_layers) for i in chosen)}))
 
 
+def check_config(cfg: Config) -> None:
+    """RequestError when the engine that reads the target does not run its family."""
+    check_engine(adapter_of(cfg.model), cfg.hardware.engine)
+
+
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Captures what is not stored yet. Returns `samples, tokens, skipped, tokens_per_s, bytes`."""
+    check_config(cfg)
     target = open_target(cfg)
+    if awaits_sweep(cfg, run):
+        run.log.info("extract: would capture what the sweep prepares first")
+        return {}
     prepared_artifact = source(cfg, run.artifacts)
     artifact = _states(cfg, run.artifacts, target, prepared_artifact)
     wanted = wanted_ids(cfg.layers, target.shape.num_layers)
     run.read(prepared_artifact)
     listed = artifact.complete and {*wanted} <= {*artifact.manifest()["layer_ids"]}
     # Held from before the look at what is there: what another run adds meanwhile would be lost from the manifest.
-    if awaits_sweep(cfg, run):
-        run.log.info("extract: would capture what the sweep prepares first")
-        return {}
     with nullcontext() if listed or cfg.dry_run else run.artifacts.lock(artifact, wait=True):
         return _extract(cfg, run, target, prepared_artifact, artifact, wanted)
 

@@ -23,12 +23,13 @@ STAGES = ("prepare", "extract", "train", "export", "evaluate")
 def run(cfg: Config, run: Run) -> dict[str, Any]:
     """Runs the five stages, the last only for some `evaluate.sets`; returns the metrics of each under its name.
 
-    RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs,
-    when the drafter to go on from, a named input or a source of prompts is not there, when the server that the drafter
-    is for could not read it, or when the last could not ask its prompts.
+    RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs
+    or does not run in an engine that is asked for, when the drafter to go on from, a named input or a source of prompts
+    is not there, when the server that the drafter is for could not read it, or when the last could not ask its prompts.
     """
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
+    extract.check_config(cfg)
     train.check_config(cfg)
     export.check_config(cfg)
     _check_inputs(cfg, run)

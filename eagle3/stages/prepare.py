@@ -20,7 +20,7 @@ from eagle3.artifacts import Artifact, Artifacts
 from eagle3.assets import cache_folder
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
-from eagle3.engines import Engine, attention_window, compute_dtype
+from eagle3.engines import Engine, attention_window, check_engine, compute_dtype
 from eagle3.engines.vllm_settings import dummy_weights
 from eagle3.errors import RequestError, StageFailed, disk_full
 from eagle3.preparation_report import Counts, make_report, nothing_left, reasons, report_table
@@ -122,11 +122,13 @@ def _metrics(cfg: Config, prepared: Prepared) -> dict[str, Any]:
 
 
 def _check(cfg: Config, target: Target, template: Template) -> list[int]:
-    """All that can be known before the target loads: template, lengths, vocabulary, the first rows of each source.
+    """All that can be known before the target loads: engine, template, lengths, vocabulary, first rows of each source.
 
     Returns the ids that every draft vocabulary holds.
     """
     data = cfg.dataset
+    if data.answers == "regenerate":
+        check_engine(target.adapter, cfg.hardware.engine)
     check_template(template, f"{cfg.model.chat_template or target.tokenizer_folder}")
     limit = target.shape.max_position_embeddings
     if data.max_length > limit:

@@ -19,10 +19,10 @@ from eagle3.agreement import FORECAST_SHARE, CheckedPrompt, faults, find_served_
 from eagle3.artifacts import write_json
 from eagle3.assets import cache_folder
 from eagle3.benchmarks import prompt_sets, token_prompts
-from eagle3.checkpoint import Target, open_target
+from eagle3.checkpoint import Target, adapter_of, open_target
 from eagle3.config import Config
 from eagle3.decoding import DrafterChain, Recording, decode, place
-from eagle3.engines import Prompt
+from eagle3.engines import Prompt, check_engine
 from eagle3.engines.vllm import VllmEngine
 from eagle3.engines.vllm_serving import Served, ServedTarget
 from eagle3.engines.vllm_settings import installed_version
@@ -50,6 +50,7 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
             f"evaluate.temperature: found {cfg.evaluate.temperature}, expected 0: rounds are compared on greedy texts; "
             "try evaluate.temperature=0, or stage=evaluate evaluate.engine=vllm for sampled ones"
         )
+    check_engine(adapter_of(cfg.model), "vllm", "stage=serve_check")
     exported, manifest = export.given(cfg, run.artifacts)
     target = open_target(cfg)
     k = cfg.evaluate.k
