@@ -340,6 +340,7 @@ def test_training_longer_goes_on_from_the_last_step(
     with pytest.raises(RequestError, match=words):
         trained(train_config(folder, tiny_target, "trainer.resume_from=deadbeef"))
     longer = ("trainer.max_steps=20", "trainer.lr=1e-3", f"trainer.resume_from={short.id}", recording(record))
+    longer = (*longer, "trainer.betas=[0.8,0.9]", "trainer.weight_decay=0.1")
     metrics, long, _ = trained(train_config(folder, tiny_target, *longer))
     assert f"training {short.id} longer, from its step 12" in caplog.text
     assert long.id != short.id
@@ -351,8 +352,11 @@ def test_training_longer_goes_on_from_the_last_step(
     assert lines[0]["batch"] == 12
     # The rate is that of this run's config at step 12 of 20, not the end of the shorter schedule.
     assert 0 < lines[-1]["lr"] < lines[0]["lr"] < 1e-3
-    steps = [int(s["step"]) for s in last_state(long)["optimizer_states"][0]["state"].values()]
-    assert set(steps) == {20}
+    optimizer = last_state(long)["optimizer_states"][0]
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {20}
+    # So are the other settings, over those that the checkpoint remembers.
+    assert [tuple(group["betas"]) for group in optimizer["param_groups"]] == [(0.8, 0.9)] * 2
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
 
 
 def test_t13_longer_training_that_improves_nothing_keeps_the_best_of_the_shorter_run(
