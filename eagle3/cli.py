@@ -212,13 +212,7 @@ def arranged(arguments: Sequence[str]) -> list[str]:
         if not word.startswith("-"):
             overrides.append(word)
         elif name in PATH_FLAGS and (equals or words):
-            folder = value if equals else words.pop(0)
-            if "://" not in folder and not Path(folder).is_dir():
-                raise RequestError(
-                    f"{name} {folder}: no such folder, expected one with a configuration, that of a run for example; "
-                    "`eagle3 stage=runs` lists them"
-                )
-            flags += [name, folder if "://" in folder else str(Path(folder).absolute())]
+            flags += [name, _config_folder(name, value if equals else words.pop(0))]
         elif word.startswith("--") and not any(flag.startswith(name) for flag in LONG_FLAGS):
             raise RequestError(explain_flag(name, value or (words[0] if words else "")))
         else:
@@ -226,6 +220,23 @@ def arranged(arguments: Sequence[str]) -> list[str]:
             if word in VALUE_FLAGS and words and "=" not in words[0]:
                 flags.append(words.pop(0))
     return overrides + flags
+
+
+def _config_folder(flag: str, given: str) -> str:
+    """The folder that a flag names, absolute; that of a run may be given without its last words, as `stage=runs` has
+    it."""
+    if "://" in given or Path(given).is_dir():
+        return given if "://" in given else str(Path(given).absolute())
+    path = Path(given).absolute()
+    begun = path.parent.iterdir() if path.parent.is_dir() else ()
+    runs = sorted(each for each in begun if each.name.startswith(f"{path.name}-") and (each / "config.yaml").is_file())
+    if len(runs) == 1:
+        return str(runs[0])
+    found = f"{len(runs)} runs begin so, {runs[0].name} for one" if runs else "no such folder"
+    raise RequestError(
+        f"{flag} {given}: {found}, expected one with a configuration, that of a run for example; `eagle3 stage=runs` "
+        "lists them"
+    )
 
 
 @contextmanager

@@ -368,6 +368,7 @@ def test_an_explicit_run_folder_is_used_once(
 @pytest.mark.parametrize("words", [["--help"], ["stage=runs"]])
 def test_a_reader_that_leaves_is_no_failure(words: list[str], here: Path) -> None:
     """`eagle3 --help | head -1`: the reader closes the pipe early."""
+    (here / "outputs").mkdir()
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "eagle3", *words]

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from rich.table import Table
 
-from eagle3 import runs
+from eagle3 import cli, runs
 from eagle3.artifacts import write_json
 from eagle3.config import Config, LayersConfig, ModelConfig, StageConfig
 from eagle3.errors import RequestError
@@ -261,6 +263,40 @@ def test_the_tables_show_runs_and_artifacts_as_they_are(cfg: Config, tmp_path: P
     assert (metrics["runs"], metrics["artifacts"]) == (2, 3)
     assert metrics["bytes"] > 3000
     assert prepared.id in report.log_file.read_text()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_names_in_the_tables_can_be_copied_whole(
+    width: int, cfg: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No name is broken over two lines on a narrow terminal, and a run is found again by what the table calls it."""
+    run = Run.start(cfg, [])
+    made = [run.artifacts.of(kind, {}) for kind in ("prepared", "states", "drafter", "export")]
+    for artifact in made:
+        run.artifacts.begin(artifact)
+        run.artifacts.commit(artifact, {"made_from": [f"{a.kind}/{a.id}" for a in made]})
+        run.wrote(artifact)
+    run.finish("done", 0)
+    report = Run.start(cfg, [])
+    report.console = Console(width=width)
+    capsys.readouterr()
+    runs_stage.run(cfg, report)
+    report.finish("done", 0)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    (name,) = {word for word in printed.split() if word.startswith("runs/")}
+    for artifact in made:
+        assert f"{artifact.kind}/{artifact.id} " in printed
+        assert f"{artifact.kind}/{artifact.id[:8]} " in printed or width == 80
+    assert cli.arranged(["-cp", f"{cfg.output_dir}/{name}"]) == ["-cp", str(run.folder)]
+
+
+def test_looking_into_a_folder_that_is_not_there_does_not_make_it(cfg: Config) -> None:
+    for stage in ("runs", "gc"):
+        looking = replace(cfg, stage=StageConfig(name=stage))
+        with pytest.raises(RequestError, match=r"output_dir=.*: no such folder"):
+            Run.start(looking, [])
+        assert not Path(cfg.output_dir).exists()
 
 
 def test_a_run_of_another_host_is_not_judged(cfg: Config) -> None:

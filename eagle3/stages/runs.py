@@ -5,6 +5,7 @@ Beside the walk: it reads run folders and manifests and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from eagle3.records import folder_bytes, read_json, unfinished
 from eagle3.runs import Run
 
 KINDS = ("prepared", "states", "drafter", "export")
+# The columns of the two tables; those that a narrow terminal has no room for go, in this order.
+RUN_COLUMNS = ("run", "stage", "model", "status", "time", "read", "wrote")
+RUN_EXTRAS = ("model", "read", "time", "wrote")
+MADE_COLUMNS = ("artifact", "status", "size", "made", "from", "by run")
+MADE_EXTRAS = ("made", "by run", "from")
+# Rich's frame of a column.
+FRAME = 3
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
@@ -25,34 +33,57 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     root = Path(cfg.output_dir).absolute()
     runs = [row for row in run_rows(root) if row["folder"] != run.folder]
     shown = runs[-cfg.runs.limit :]
-    table = _table(f"runs in {cfg.output_dir}", "run", "stage", "model", "status", "time", "read", "wrote")
-    for row in shown:
-        table.add_row(
-            _name(row["folder"], root),
-            *(row["stage"], row["model"], row["status"]),
-            "" if row["seconds"] is None else duration(row["seconds"]),
-            *(" ".join(row["read"]), " ".join(row["wrote"])),
-        )
+    cells = [
+        {
+            **{key: row[key] for key in ("stage", "model", "status")},
+            "run": _name(row["folder"], root),
+            "time": "" if row["seconds"] is None else duration(row["seconds"]),
+            **{way: " ".join(row[way]) for way in ("read", "wrote")},
+        }
+        for row in shown
+    ]
+    width = run.console.width
+    table = _table(f"runs in {cfg.output_dir}", cells, RUN_COLUMNS, RUN_EXTRAS, width)
+    captions = [f"eagle3 -cp {Path(cfg.output_dir) / cells[-1]['run']} repeats the last"] if cells else []
     if len(shown) < len(runs):
-        table.caption = f"{len(runs) - len(shown)} older ones left out; runs.limit={len(runs)} shows all"
+        captions.append(f"{len(runs) - len(shown)} older ones left out; runs.limit={len(runs)} shows all")
+    table.caption = "\n".join(captions)
     run.show(table)
     artifacts = artifact_rows(run.artifacts.root)
-    table = _table(f"artifacts in {cfg.output_dir}", "artifact", "status", "size", "made", "from", "by run")
-    for row in artifacts:
-        table.add_row(*(row[key] for key in ("name", "status", "size", "made", "from", "run")))
-    run.show(table)
+    cells = [{**row, "artifact": row["name"], "by run": row["run"]} for row in artifacts]
+    run.show(_table(f"artifacts in {cfg.output_dir}", cells, MADE_COLUMNS, MADE_EXTRAS, width))
     return {"runs": len(runs), "artifacts": len(artifacts), "bytes": sum(row["bytes"] for row in artifacts)}
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, cells: list[dict[str, str]], columns: Sequence[str], extras: Sequence[str], width: int) -> Table:
+    """The columns that fit beside each other without breaking a word: names are there to be copied."""
+    texts = {column: [column, *(row[column] for row in cells)] for column in columns}
+    widths = {column: max(len(word) for text in texts[column] for word in text.split(" ")) for column in columns}
+    for extra in extras:
+        if _room(widths, width) < 0:
+            del widths[extra]
+    kept = list(widths)
+    for column in kept:
+        more = min(_room(widths, width), max(map(len, texts[column])) - widths[column])
+        # Negative for a name too long for any terminal, that of a sweep's job: then it is broken.
+        widths[column] = max(widths[column] + more, len(column))
     table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for column in kept:
+        table.add_column(column, overflow="fold", width=widths[column])
+    for row in cells:
+        table.add_row(*(row[column] for column in kept))
     return table
 
 
+def _room(widths: Mapping[str, int], width: int) -> int:
+    """What columns of these widths leave of a terminal's; negative when they do not fit."""
+    return width - 1 - sum(each + FRAME for each in widths.values())
+
+
 def _name(folder: Path, root: Path) -> str:
-    """A run as one finds it below the output folder; stage and model stand in columns of their own."""
+    """A run below the output folder, as `-cp` takes it; stage and model, its folder's last words, have columns."""
+    if not folder.is_relative_to(root):
+        return str(folder)
     relative = folder.relative_to(root)
     return str(relative) if relative.parts[0] == "sweeps" else "-".join(str(relative).split("-")[:6])
 
@@ -95,7 +126,8 @@ def artifact_rows(root: Path) -> list[dict[str, Any]]:
                     manifest = Artifact(kind.name, folder.name, folder).manifest()
                     row["made"] = str(manifest.get("created", ""))[:16].replace("T", " ")
                     row["from"] = " ".join(name[: name.find("/") + 9] for name in manifest.get("made_from", []))
-                    row["run"] = "-".join(Path(manifest.get("run", "")).name.split("-")[:4])
+                    maker = manifest.get("run")
+                    row["run"] = "" if maker is None else _name((root / maker).resolve(), root.parent.resolve())
                 except StoreError:
                     row["status"] = f"broken: {'unreadable' if (folder / MANIFEST).exists() else 'no'} {MANIFEST}"
             rows.append(row)
