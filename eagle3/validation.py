@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,32 @@ def validate(node: DictConfig | dict[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise RequestError(explain(error)) from error
     assert isinstance(cfg, Config)
-    faults = list(out_of_bounds(cfg))
+    faults = [*out_of_bounds(cfg), *_loggers_without_package(cfg)]
     if faults:
         raise _refusal(faults)
     return cfg
+
+
+# The packages behind loggers, any of which will do, and the extra of ours that brings one.
+LOGGER_PACKAGES = {
+    "lightning.pytorch.loggers.WandbLogger": (("wandb",), "wandb"),
+    "lightning.pytorch.loggers.TensorBoardLogger": (("tensorboard", "tensorboardX"), "tensorboard"),
+    "eagle3.mlflow_runs.MlflowLogger": (("mlflow",), "mlflow"),
+}
+
+
+def _loggers_without_package(cfg: Config) -> Iterator[str]:
+    """A line for each tracker that a training could not open: behind the guard nobody would be stopped by it."""
+    if cfg.stage.name not in ("train", "pipeline"):
+        return
+    for label, node in cfg.logger.loggers.items():
+        target = node.get("_target_") if isinstance(node, dict) else None
+        packages, extra = LOGGER_PACKAGES.get(str(target), ((), ""))
+        if packages and not any(find_spec(package) for package in packages):
+            yield (
+                f"logger.loggers.{label}: its package {packages[0]} is not installed; run `pip install "
+                f"'eagle3[{extra}]'`, or choose logger=csv"
+            )
 
 
 def known_depth(model: ModelConfig) -> int | None:
@@ -322,6 +345,8 @@ def _explain_field(path: str, text: str, arguments: Sequence[str]) -> str:
         return _unknown(path)
     if "missing mandatory value" in text:
         return _missing(path)
+    if "is not Optional" in text:
+        return f"{path}: found null, expected a value; leave it out for the default"
     if "is not a ListConfig" in text:
         given = next((a.partition("=")[2] for a in arguments if a.startswith(f"{path}=")), "...")
         return f"{path}: found a single value, expected a list; write '{path}=[{given}]' (in quotes)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+import eagle3.conf
 from eagle3.config import Config, ModelConfig, build, check_nodes, choice, number
 from eagle3.errors import RequestError, StoreError
 from eagle3.validation import known_depth, nearest, paths, validate
@@ -137,6 +139,22 @@ def test_wrong_types_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_faults_are_reported_together() -> None:
     message = refusal(trainer__lr=-1.0, dataset__on_bad_row="foo", drafter__unroll_steps=0)
     assert message.startswith("3 faults")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+def test_a_logger_whose_package_is_missing_is_refused_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is prepared: behind the guard of trackers it would cost a warning, and nothing be tracked."""
+    node = OmegaConf.load(Path(eagle3.conf.__path__[0]) / "logger" / f"{name}.yaml")
+    loggers = OmegaConf.to_container(node.loggers)
+    for package in (name, "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)  # what Python looks at first; None: there is none
+    for stage in ("train", "pipeline"):
+        message = refusal(stage__name=stage, logger__loggers=loggers)
+        assert message.startswith(f"logger.loggers.{name}: ")
+        assert f"pip install 'eagle3[{name}]'" in message
+    assert validate(tree(stage__name="prepare", logger__loggers=loggers)).logger.loggers
 
 
 def test_null_is_not_checked_against_bounds() -> None:
