@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,7 +57,11 @@ class SweepLauncher(Launcher):
 
         A sweeper that searches calls this again and again.
         """
-        jobs = self._plan(job_overrides)
+        try:
+            jobs = self._plan(job_overrides)
+        except RequestError:
+            self._drop_folder()
+            raise
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = self.folder / "sweep.lock"
         handle = take_lock(lock, str(self.folder))
@@ -70,6 +75,14 @@ class SweepLauncher(Launcher):
             drop_lock(lock, handle)
         self._check_failure_rate(jobs)
         return [self._returned(job) for job in jobs]
+
+    def _drop_folder(self) -> None:
+        """Takes back what Hydra wrote before it asked: a sweep that never began leaves nothing to wonder about."""
+        if self.folder.is_dir() and {path.name for path in self.folder.iterdir()} == {"multirun.yaml"}:
+            (self.folder / "multirun.yaml").unlink()
+            for folder in (self.folder, *self.folder.parents[:2]):
+                with suppress(OSError):  # something else is in it
+                    folder.rmdir()
 
     def _work(self, jobs: list[Job], first: int) -> None:
         waiting = [job for job in jobs if not is_done(self.folder / job.name)]

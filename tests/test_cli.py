@@ -114,6 +114,7 @@ def test_listings_answer_without_torch(arguments: list[str], shown: str, tmp_pat
         (["dataset.on_bad_row=foo"], ["dataset.on_bad_row: found 'foo', expected skip or stop"]),
         (["drafter.draft_vocab_size=0"], ["drafter.draft_vocab_size: found 0, expected a number of at least 1"]),
         (["model=llama", "dataset=jsonl"], ["2 faults", "model.path=VALUE", "dataset.sources.train.path=VALUE"]),
+        (["output_dir=null"], ["output_dir: found null, expected a value"]),
         (["train"], ["did you mean stage=train?"]),
         (["trian"], ["did you mean stage=train?"]),
         (["demo_please"], ["demo_please: is no override", "see `eagle3 --help`"]),
