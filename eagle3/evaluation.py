@@ -220,9 +220,24 @@ def _caption(summaries: Mapping[str, dict[str, Any]], k: int) -> str:
         lines.append("Texts with and without the drafter DIFFER.")
     if looping:
         lines.append(f"Left out: {looping} outputs that ran into a loop.")
-    if any(summary["speedup"] is not None and summary["speedup"] < 1 for summary in summaries.values()):
-        lines.append("Slower than plain decoding here: the target's forward is too cheap for drafts to pay.")
+    slower = [name for name, summary in summaries.items() if summary["speedup"] is not None and summary["speedup"] < 1]
+    useless = [name for name in slower if summaries[name]["acceptance_length"] == 1]
+    if useless:
+        lines.append(f"Slower than plain decoding in {', '.join(useless)}: no draft was accepted.")
+    if paid := [name for name in slower if name not in useless]:
+        lines.append(f"Slower than plain decoding in {', '.join(paid)}: drafting costs more here than it saves.")
+    lines += impossible_speeds(summaries)
     return "\n".join(lines)
+
+
+def impossible_speeds(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line, or none, about speed-ups that no drafter can have: a round takes at least one forward of the target, and
+    yields the acceptance length in tokens on average."""
+    pairs = {name: (summary["speedup"], summary["acceptance_length"]) for name, summary in summaries.items()}
+    found = [name for name, (speedup, length) in pairs.items() if speedup and length and speedup > length]
+    if not found:
+        return []
+    return [f"Faster than its acceptance length allows in {', '.join(found)}: was the machine busy? Measure again."]
 
 
 def compare(first: Path, second: Path) -> dict[str, tuple[float | None, float | None]]:

@@ -23,7 +23,7 @@ from eagle3.checkpoint import Target
 from eagle3.config import Config, EvaluateConfig
 from eagle3.engines import Generation, Prompt
 from eagle3.engines.vllm_serving import Served, ServedTarget
-from eagle3.evaluation import Difference, loops
+from eagle3.evaluation import Difference, impossible_speeds, loops
 
 log = logging.getLogger("eagle3")
 WARM_UP_TOKENS = 8
@@ -198,6 +198,7 @@ def table(measured: Measured, title: str) -> Table:
     notes = ["Speed-up: against the same server without the drafter, same temperature and prompts at once."]
     notes += ["Left out: outputs that ran into a loop."] if looping else []
     notes += ["Above temperature 0 texts are sampled and not compared."] if sampled else []
+    notes += impossible_speeds({f"{p.set} at batch {p.setting.batch_size}": summarize([p]) for p in measured.points})
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title=title, caption="\n".join(notes))
     shown.title_justify = shown.caption_justify = "left"
     shown.add_column("set", no_wrap=True)

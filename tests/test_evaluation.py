@@ -176,6 +176,24 @@ def test_table_is_honest_about_slower_looping_and_ties():
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("accepted", "seconds", "words"),
+    [
+        ([0, 0, 0, 0], 1.2, "Slower than plain decoding in own: no draft was accepted."),
+        ([1, 2, 0, 1], 1.2, "Slower than plain decoding in own: drafting costs more here than it saves."),
+        ([1, 2, 0, 1], 0.4, "Faster than its acceptance length allows in own: was the machine busy?"),
+        ([1, 2, 0, 1], 0.6, ""),
+    ],
+)
+def test_table_says_of_speeds_what_was_measured(accepted, seconds, words):
+    """The acceptance length of these rounds is 1.0 or 2.0, so that 2.5 times as fast is the machine's doing."""
+    summary = summarize([make_result("a", accepted, seconds=seconds, plain_seconds=1.0)], K, 0.0)
+    text = " ".join(show({"own": summary, "other": summary | {"speedup": 1.0}}, width=120).split())
+    assert words in text
+    assert "other:" not in text
+    assert ("Slower" in text, "Faster" in text) == (words.startswith("Slower"), words.startswith("Faster"))
+
+
 def test_table_shouts_when_texts_differ():
     real = Difference(4, 1, 2, margin=1e-2, tolerance=1e-4)
     assert "DIFFER" in show({"own": summarize([make_result("a", [1], difference=real)], K, 0.0)})
