@@ -5,6 +5,7 @@ The target has SmolLM2-135M's widths, so that heads are 64 wide; documents and b
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,18 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from eagle3.artifacts import Artifact
 from eagle3.errors import StageFailed
 from eagle3.stages import extract
 from tests.conftest import write_target
 from tests.stages import run_stage
-from tests.test_checkpoints import assert_equal_artifacts, kill_and_resume
+from tests.test_checkpoints import assert_equal_artifacts, kill_and_resume, last_state
 from tests.test_train import LATENT
 from tests.trained import copied, make_inputs, train_config, trained
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-WIDTHS = {
+WIDTHS: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_attention_heads": 9,
@@ -85,7 +87,7 @@ def test_it_learns_what_the_cpu_learns_and_logs_what_is_promised(inputs: Path, t
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 def test_latent_attention_learns_what_it_learns_on_the_cpu(inputs: Path, target: Path, tmp_path: Path) -> None:
     latent = (*LATENT, "trainer.lr=1e-3")
-    exact = (*latent, "hardware.precision=32-true")  # by the plain path
+    exact = (*latent, "hardware.precision=32-true")  # by the written-out step, in the CPU's precision
     cfg = train_config(copied(inputs, tmp_path / "gpu"), target, *GPU, *exact)
     other = train_config(copied(inputs, tmp_path / "cpu"), target, *latent)
     mine, theirs = (lines_of(trained(each)[2]) for each in (cfg, other))
@@ -101,6 +103,30 @@ def test_resume_is_bit_equal_when_deterministic(inputs: Path, target: Path, tmp_
     for step in (2, 5, 8):
         artifact = kill_and_resume(copied(inputs, tmp_path / f"killed-{step}"), target, step, *exact)
         assert_equal_artifacts(artifact, whole)
+
+
+def weights_of(artifact: Artifact) -> torch.Tensor:
+    """All weights of a drafter behind its last step, as one row. (Its artifact's are those of the best validation.)"""
+    tensors = last_state(artifact)["state_dict"]
+    return torch.cat([tensor.flatten().cpu() for tensor in tensors.values() if tensor.is_floating_point()])
+
+
+def apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """How far two drafters' weights lie apart, as a share of their norm."""
+    return float((mine - theirs).norm() / theirs.norm())
+
+
+def test_resume_is_within_the_spread_of_identical_runs(inputs: Path, target: Path, tmp_path: Path) -> None:
+    """Without `trainer.deterministic`: a killed run ends no further from the undisturbed ones than twice as far as
+    these lie apart. 1e-5 is for runs that happen to be equal; a run that loses its moments ends about 1e-2 away."""
+    whole = [
+        weights_of(trained(train_config(copied(inputs, tmp_path / f"whole-{number}"), target, *GPU))[1])
+        for number in range(3)
+    ]
+    spread = max(apart(*pair) for pair in itertools.combinations(whole, 2))
+    for step in (2, 5, 8):
+        resumed = weights_of(kill_and_resume(copied(inputs, tmp_path / f"killed-{step}"), target, step, *GPU))
+        assert min(apart(resumed, other) for other in whole) <= 2 * spread + 1e-5, step
 
 
 def test_a_gradient_that_is_not_finite_stops_training(inputs: Path, target: Path, tmp_path: Path) -> None:
