@@ -16,8 +16,10 @@ from eagle3 import layers
 from eagle3.artifacts import Artifact, Artifacts
 from eagle3.drafter import DrafterShape
 from eagle3.overrides import override
+from eagle3.vocab import coverage_words
 
 CARD = "README.md"
+ROLES = ("train", "heldout")
 SERVE = {
     "vllm": "vllm serve {model} --speculative-config {speculative}",
     "speculators": "vllm serve {model} --speculative-config {speculative}",
@@ -43,18 +45,17 @@ def card_facts(
         "Draft vocabulary": f"{shape.draft_vocab_size} of {shape.vocab_size} tokens",
         "Longest text": f"{shape.max_position_embeddings} positions",
     }
-    coverage = drafter.get("vocabulary", {}).get("coverage")
-    if coverage is not None:
-        facts["Draft vocabulary"] += f", {coverage:.2%} of the supervised tokens"
+    vocabulary = drafter.get("vocabulary", {})
+    if vocabulary.get("coverage") is not None:
+        words = coverage_words(vocabulary["coverage"], vocabulary.get("validation_coverage"))
+        facts["Draft vocabulary"] += f"; {words}"
     sources = prepared.get("report", {}).get("sources", {})
     if sources:
-        kept = ", ".join(f"{found.get('kept', 0):,} of {name}" for name, found in sources.items())
-        counted = prepared["metrics"]
-        facts["Prompts"] = f"{kept}; {counted['tokens']:,} tokens, {counted['supervised_tokens']:,} of them supervised"
+        facts |= _data_facts(sources, prepared["metrics"])
     samples = drafter.get("samples")
     if samples:
         left_out = ", ".join(f"{count} with {why}" for why, count in drafter.get("left_out", {}).items() if count)
-        facts["Trained on"] = f"{samples['train']:,} conversations, {samples['validation']:,} kept for validation"
+        facts["Trained on"] = f"{samples['train']:,} samples, {samples['validation']:,} more kept for validation"
         facts["Trained on"] += f"; left out: {left_out}" if left_out else ""
     for name, label in {
         "steps": "Optimizer steps",
@@ -65,6 +66,19 @@ def card_facts(
         if value is not None:
             facts[label] = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
     facts["Rounding of logits by the stored dtype"] = f"{rounding:.2g}"
+    return facts
+
+
+def _data_facts(sources: Mapping[str, Mapping[str, Any]], counted: Mapping[str, Any]) -> dict[str, str]:
+    """What was learned from, and apart from it the prompts that were kept out."""
+    kept = {role: {name: s["kept"] for name, s in sources.items() if s.get("role", "train") == role} for role in ROLES}
+    names = {role: ", ".join(f"{count:,} of {name}" for name, count in found.items()) for role, found in kept.items()}
+    facts = {
+        "Learned from": f"{sum(kept['train'].values()):,} conversations ({names['train']}), {counted['samples']:,} "
+        f"samples of them with {counted['tokens']:,} tokens, {counted['supervised_tokens']:,} of which are supervised"
+    }
+    if names["heldout"]:
+        facts["Kept out for evaluation"] = f"prompts: {names['heldout']}"
     return facts
 
 

@@ -42,7 +42,13 @@ class Counts:
 def make_report(counts: Counts, writer: PreparedWriter, heldout: int) -> dict[str, Any]:
     """Plain values for the manifest: `totals` (the stage's metrics), `sources` and `notes`."""
     sources = {
-        name: {"format": count.format, "read": count.read, "kept": count.kept, "skipped": dict(count.skipped)}
+        name: {
+            "format": count.format,
+            "role": count.role,
+            "read": count.read,
+            "kept": count.kept,
+            "skipped": dict(count.skipped),
+        }
         for name, count in counts.sources.items()
     }
     for name, count in counts.sources.items():
@@ -108,18 +114,21 @@ HINTS = {
 
 
 def reasons(skipped: Counter[str]) -> str:
-    """Why rows were dropped, the commonest first."""
-    return ", ".join(f"{n} x {reason}" for reason, n in skipped.most_common(6))
+    """Why rows were dropped, the commonest first; the numbers add up to all."""
+    shown = skipped.most_common(6)
+    rest = skipped.total() - sum(n for _, n in shown)
+    return ", ".join([f"{n} x {reason}" for reason, n in shown] + ([f"{rest} x other reasons"] if rest else []))
 
 
 def nothing_left(counts: Counts) -> str:
     """The message when every conversation was dropped."""
     skipped: Counter[str] = Counter()
     for count in counts.sources.values():
-        skipped += count.skipped
+        if count.role == "train":
+            skipped += count.skipped
     commonest = skipped.most_common(1)[0][0] if skipped else ""
     retry = next((hint for words, hint in HINTS.items() if words in commonest), "try other sources")
     return (
-        f"dataset.sources: no conversation is left of {sum(c.read for c in counts.sources.values())} rows: "
+        f"dataset.sources: no conversation is left of {skipped.total()} rows to learn from: "
         f"{reasons(skipped)}; expected at least one; {retry}"
     )

@@ -175,9 +175,13 @@ class Prepared:
             raise RequestError(f"split: found {split!r}, expected {' or '.join(SPLITS)}")
         return np.flatnonzero(self._validation == (split == "validation"))
 
-    def token_counts(self) -> np.ndarray:
-        """int64 [V]: how often each token is supervised in the train split."""
-        return np.load(self.folder / "token_counts.npy")
+    def token_counts(self, split: str = "train") -> np.ndarray:
+        """int64 [V]: how often each token is supervised in a split; those of "validation" are counted here."""
+        if split == "train":
+            return np.load(self.folder / "token_counts.npy")
+        samples = [self.samples[row] for row in self.split_indices(split).tolist()]
+        ids = [np.asarray(sample.input_ids)[np.asarray(sample.loss_mask)] for sample in samples]
+        return np.bincount(np.concatenate([np.empty(0, dtype=np.int64), *ids]), minlength=self.vocab_size)
 
     def heldout(self) -> list[Conversation]:
         """The conversations whose prompts were never trained on."""

@@ -22,7 +22,7 @@ from eagle3.errors import RequestError
 from eagle3.rows import SUFFIXES, BadRow, Row, dataset_hash, read_dataset, read_rows
 
 _log = logging.getLogger("eagle3")
-_NAMED_BAD_ROWS = 3  # per source; the others are only counted
+NAMED_BAD_ROWS = 3  # per source; the others are only counted
 
 ROLES = {
     "system": "system",
@@ -59,9 +59,10 @@ class Conversation:
 
 @dataclass
 class SourceCount:
-    """What became of a source's rows: read = kept + the sum of skipped."""
+    """What became of a source's rows: read = kept + the sum of skipped; `role` is what they are for."""
 
     format: str = ""
+    role: str = "train"
     read: int = 0
     kept: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -76,15 +77,21 @@ class _Malformed(_Unfit):
 
 
 def read_source(
-    name: str, source: SourceConfig, cache: Path, on_bad_row: str = "skip", count: SourceCount | None = None
+    name: str,
+    source: SourceConfig,
+    cache: Path,
+    on_bad_row: str = "skip",
+    count: SourceCount | None = None,
+    named: int = NAMED_BAD_ROWS,
 ) -> Iterator[Conversation]:
-    """Streams the conversations of one source; `count` is filled on the way.
+    """Streams the conversations of one source; `count` is filled on the way, the first `named` bad rows are warned of.
 
     `skip` and `limit` count rows of the file, good or bad, so that a slice never depends on what could be read. Raises
     RequestError for a source that cannot be opened, whose format is unknown or, with on_bad_row="stop", that has a row
     which cannot be read or is not what its format says.
     """
     count = SourceCount() if count is None else count
+    count.role = source.role
     where = f"dataset.sources.{name}"
     stop = None if source.limit is None else source.skip + source.limit
     parse: Callable[[dict[str, Any]], list[Message]] | None = None
@@ -109,7 +116,7 @@ def read_source(
                     "file, or skip what cannot be read with dataset.on_bad_row=skip"
                 ) from None
             malformed += 1
-            if malformed <= _NAMED_BAD_ROWS:
+            if malformed <= named:
                 _log.warning("%s: %s at %s, after %d good rows; skipped", source.path, problem, place, good)
             count.skipped[str(problem)] += 1
         except _Unfit as problem:

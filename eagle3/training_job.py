@@ -41,7 +41,7 @@ from eagle3.trainer import (
     quiet_lightning,
 )
 from eagle3.training import DrafterTraining
-from eagle3.vocab import VocabMap
+from eagle3.vocab import VocabMap, coverage_words
 
 MODULE = Part(
     "trainer.module",
@@ -140,7 +140,7 @@ class TrainingJob:
         left_out = ", ".join(f"{count} with {reason}" for reason, count in data.skipped.items() if count)
         lines = [
             f"drafter {self.artifact.id}: {weights:,} weights, layers {list(shape.layer_ids)}, draft vocabulary "
-            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({self.coverage():.2%} of the supervised tokens"
+            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({coverage_words(*self.coverage())}"
             f"{padded})",
             f"{len(data.train_rows)} samples, {tokens:,} tokens an epoch, {int(data.supervised[:, 0].sum()):,} "
             f"first drafts supervised; {len(data.validation_rows)} validation samples"
@@ -151,9 +151,12 @@ class TrainingJob:
         for line in lines:
             self.run.log.info("train: %s", line)
 
-    def coverage(self) -> float:
-        """The share of the train split's supervised tokens that the drafter can draft."""
-        return self.vocab.coverage(self.prepared.token_counts())
+    def coverage(self) -> tuple[float, float | None]:
+        """The share of the supervised tokens that the drafter can draft, of the train split, which its vocabulary was
+        built from, and of the validation split; None where there is none."""
+        counts = self.prepared.token_counts("validation")
+        of_validation = self.vocab.coverage(counts) if counts.any() else None
+        return self.vocab.coverage(self.prepared.token_counts()), of_validation
 
     def train(self) -> dict[str, Any]:
         """Fits, keeps the best drafter, commits the artifact."""
@@ -293,10 +296,12 @@ class TrainingJob:
             "target": self.target.fingerprint(),
             "layer_ids": list(shape.layer_ids),
             "layer_convention": layers.CONVENTION,
+        coverage, validation_coverage = self.coverage()
             "vocabulary": {
                 "size": shape.draft_vocab_size,
                 "of": shape.vocab_size,
-                "coverage": self.coverage(),
+                "coverage": coverage,
+                "validation_coverage": validation_coverage,
                 "padded": self.vocab.padded,
                 "tokenizer_hash": self.vocab.tokenizer_hash,
             },

@@ -49,10 +49,19 @@ class VocabMap:
         return self.d2t + torch.arange(self.draft_vocab_size)
 
     def coverage(self, counts: np.ndarray | Tensor) -> float:
-        """The share of tokens inside the map, for counts [V] of tokens; 1.0 when nothing is counted."""
+        """The share of tokens inside the map, for counts [V] of tokens; 1.0 when nothing is counted.
+
+        The text that the map was built from flatters it: what it covers of other text is what drafts will find.
+        """
         counted = np.asarray(counts, dtype=np.int64)
         total = int(counted.sum())
         return float(counted[self.t2d.numpy()].sum()) / total if total else 1.0
+
+
+def coverage_words(training: float, validation: float | None) -> str:
+    """What a draft vocabulary covers of the answers that it was built from, and of those kept for validation."""
+    words = f"{training:.2%} of the training answers' tokens"
+    return words if validation is None else f"{words}, {validation:.2%} of the validation answers'"
 
 
 def check_size(size: int | None, vocab_size: int, special_ids: Sequence[int] = ()) -> None:

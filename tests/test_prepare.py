@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,12 @@ from transformers import AutoTokenizer
 from eagle3.config import Config
 from eagle3.encoding import decode
 from eagle3.errors import RequestError, StageFailed, StoreError
+from eagle3.model_card import card_facts
 from eagle3.prepared import Prepared
 from eagle3.runs import Run
 from eagle3.stages.prepare import prepared
 from eagle3.tokens import sample_id
+from eagle3.vocab import build_vocab
 from tests.commands import killed
 from tests.conftest import CHAT_TEMPLATE, write_tokenizer
 from tests.families import CHATML, CHATML_THINKING
@@ -86,6 +90,10 @@ def test_what_is_written_is_what_was_said(make: Configure, tiny_target: Path) ->
         if sample.split == "train":
             np.add.at(counted, sample.input_ids[sample.loss_mask], 1)
     assert data.token_counts().tolist() == counted.tolist()
+    everything = np.bincount(
+        np.concatenate([s.input_ids[s.loss_mask] for s in data.samples]), minlength=data.vocab_size
+    )
+    assert (data.token_counts() + data.token_counts("validation")).tolist() == everything.tolist()
     assert data.manifest["stop_ids"] == [2]
     assert data.special_ids == [1, 2]
     expected = {
@@ -123,6 +131,7 @@ def test_every_row_is_kept_or_counted_under_its_reason(make: Configure) -> None:
     report = opened(run).manifest["report"]
     assert report["sources"]["train"] == {
         "format": "messages",
+        "role": "train",
         "read": 10,
         "kept": 3,
         "skipped": {
@@ -213,7 +222,7 @@ def test_all_dropped_is_a_failure_with_reasons(make: Configure) -> None:
     with pytest.raises(RequestError) as caught:
         run_stage("prepare", make([chat("only a question"), {"messages": []}]))
     words = str(caught.value)
-    assert "no conversation is left of 2 rows: " in words
+    assert "no conversation is left of 2 rows to learn from: " in words
     assert "1 x no assistant turn" in words
     assert "try dataset.answers=regenerate" in words
     assert caught.value.exit_code == 2
@@ -438,6 +447,70 @@ def test_inspect_marks_what_is_supervised(make: Configure, capsys: pytest.Captur
         run_stage("inspect", make(rows, "dataset.validation_samples=0", "inspect.split=validation"))
     with pytest.raises(RequestError, match=r"eagle3 stage=prepare"):
         run_stage("inspect", make([chat("other", "row")]))
+
+
+def test_vocab_shows_what_it_covers_of_answers_that_it_was_not_built_from(make: Configure) -> None:
+    """One rare word is in the validation split alone: the training answers cannot tell what is missed."""
+    rows = [chat(f"question {i}", f"answer {i}") for i in range(10)]
+    words = ("dataset.validation_samples=2", "drafter.draft_vocab_size=30")
+    _, run = run_stage("prepare", make(rows, *words))
+    data = opened(run)
+    metrics, shown = run_stage("vocab", make(rows, *words))
+    ids = [id for i in data.split_indices("validation") for id in data.samples[i].input_ids[data.samples[i].loss_mask]]
+    vocab = build_vocab(data.token_counts(), 30, data.vocab_size, data.special_ids, "")
+    expected = sum(bool(vocab.t2d[id]) for id in ids) / len(ids)
+    assert metrics["validation_coverage"]["30"] == pytest.approx(expected, abs=1e-6)
+    assert metrics["validation_coverage"]["30"] < metrics["coverage"]["30"]
+    assert f"{expected:.2%}" in (shown.folder / "run.log").read_text()
+    run_stage("prepare", make(rows, "dataset.validation_samples=0"))
+    none, _ = run_stage("vocab", make(rows, "dataset.validation_samples=0"))
+    assert set(none["validation_coverage"].values()) == {None}
+
+
+def test_a_card_counts_what_was_learned_from_and_what_was_kept_out(make: Configure, tmp_path: Path) -> None:
+    """The prompts kept out are in neither the conversations nor the samples and tokens."""
+    heldout = write(tmp_path / "heldout.jsonl", [{"prompt": f"elsewhere {i}"} for i in range(3)])
+    held = f"+dataset.sources.asked={{path: {heldout}, role: heldout}}"
+    rows = [chat(f"question {i}", f"answer {i}") for i in range(7)]
+    _, run = run_stage("prepare", make(rows, held, "dataset.validation_samples=1"))
+    vocabulary = {"coverage": 0.9953, "validation_coverage": 0.9025}
+    manifest = opened(run).manifest
+    tokens, supervised = manifest["metrics"]["tokens"], manifest["metrics"]["supervised_tokens"]
+    shape: Any = SimpleNamespace(
+        layer_ids=(1, 2), attention="dense", draft_vocab_size=3, vocab_size=9, max_position_embeddings=5
+    )
+    facts = card_facts({"vocabulary": vocabulary, "samples": {"train": 6, "validation": 1}}, manifest, shape, 0.0)
+    assert facts["Draft vocabulary"] == (
+        "3 of 9 tokens; 99.53% of the training answers' tokens, 90.25% of the validation answers'"
+    )
+    assert facts["Learned from"] == (
+        f"7 conversations (7 of train), 7 samples of them with {tokens} tokens, {supervised} of which are supervised"
+    )
+    assert facts["Kept out for evaluation"] == "prompts: 3 of asked"
+    assert facts["Trained on"] == "6 samples, 1 more kept for validation"
+
+
+def test_a_bad_row_is_named_once(make: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The look at the first rows, before the target loads, comes by it as well."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{broken\n" + "".join(json.dumps(chat(f"q {i}", "answer")) + "\n" for i in range(3)))
+    run_stage("prepare", make(path, "dataset.validation_samples=0"))
+    assert sum("broken JSON" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_reasons_add_up_to_the_rows_that_were_to_be_learned_from(make: Configure, tmp_path: Path) -> None:
+    """Prompts that are kept out are no rows to learn from; a seventh reason is counted too."""
+    heldout = write(tmp_path / "heldout.jsonl", [{"prompt": f"elsewhere {i}"} for i in range(5)])
+    held = f"+dataset.sources.asked={{path: {heldout}, role: heldout}}"
+    rows = [chat("b"), chat("c", "fine", "and?"), chat("d", "  "), chat("e", "", "and?", "good"), {"messages": []}]
+    rows += [{"messages": [{"role": "wizard", "content": "x"}]}, {"messages": [{"role": "user", "content": 3}]}]
+    rows += [chat("elsewhere 1", "fine")] * 2
+    with pytest.raises(RequestError) as caught:
+        run_stage("prepare", make(rows, held))
+    words = str(caught.value)
+    assert "no conversation is left of 9 rows to learn from: 2 x a held-out prompt, " in words
+    assert sum(int(n) for n in re.findall(r"(\d+) x ", words)) == 9
+    assert "2 x other reasons" in words
 
 
 def test_vocab_shows_sizes_without_touching_states(make: Configure, tmp_path: Path) -> None:

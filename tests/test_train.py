@@ -103,7 +103,8 @@ def test_log_tells_the_story(done: tuple[Config, Any, Artifact, Any]) -> None:
     assert 0 < artifact.manifest()["vocabulary"]["padded"] < 300
     log = (run.folder / "run.log").read_text()
     for words in (
-        r"layers \[1, 3, 4\], draft vocabulary 300 of 400 \(100\.00% of the supervised tokens; "
+        r"layers \[1, 3, 4\], draft vocabulary 300 of 400 \(100\.00% of the training answers' tokens, [\d.]+% of "
+        "the validation answers'; "
         rf"{artifact.manifest()['vocabulary']['padded']} ids that occur in none fill it up\)",
         r"20 samples, [\d,]+ tokens an epoch, \d+ first drafts supervised; 4 validation samples",
         r"12 optimizer steps of 1 x 1 batches of up to 160 tokens, 3 unroll steps",

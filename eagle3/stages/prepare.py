@@ -149,7 +149,7 @@ def _check(cfg: Config, target: Target, template: Template) -> list[int]:
         raise RequestError("dataset.sources: found only held-out sources, expected one with role=train")
     for name, source in data.sources.items():
         count = SourceCount()
-        first = next(read_source(name, source, cache_folder(cfg.cache_dir), data.on_bad_row, count), None)
+        first = next(read_source(name, source, cache_folder(cfg.cache_dir), data.on_bad_row, count, named=0), None)
         if first is not None:
             continue
         if count.read:
@@ -263,7 +263,7 @@ class _Preparation:
         if len(journal):
             self.run.log.info("prepare: resuming, %d batches of answers are there", len(journal))
         turns = sum(message.role == "user" for conversation in conversations for message in conversation.messages)
-        advance = stack.enter_context(self.run.progress(turns, "answers", "prepare: answering"))
+        advance = stack.enter_context(self.run.progress(turns, "prompts", "prepare: asked or left out"))
         opened: list[Engine] = []
 
         def engine() -> Engine:
