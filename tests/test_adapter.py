@@ -15,6 +15,9 @@ from eagle3.adapters.kimi_k25 import KimiK25Adapter
 from eagle3.adapters.llama import LlamaAdapter
 from eagle3.adapters.qwen import QwenAdapter
 from eagle3.errors import RequestError
+from tests import test_engine_transformers
+from tests.vllm import test_states
+from tests.vllm.engines import ADAPTERS
 
 
 def published(config: Any, architecture: str) -> Any:
@@ -141,6 +144,19 @@ def test_final_norm_is_rms_norm_in_float32():
     halves = LlamaAdapter().final_norm(states.bfloat16(), weight.bfloat16(), 1e-5)
     assert halves.dtype == torch.bfloat16
     torch.testing.assert_close(halves.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_family_ran_where_its_states_are_compared_and_nowhere_else():
+    """`stage=adapters` says where each family ran: gpt-oss was said to run in an engine that refused it."""
+    compared = {
+        "transformers": {adapter for adapter, _ in test_engine_transformers.FAMILIES.values()},
+        "vllm": {ADAPTERS[family] for family in ("llama", *test_states.FAMILIES)},
+    }
+    for family in families().values():
+        place = f"{family.__module__.rpartition('.')[2]}.{family.__name__}"
+        ran = {words.split()[0] for words in family.ran_on if words.endswith("CPU")}
+        assert ran == {engine for engine, adapters in compared.items() if place in adapters}, family.name
+        assert ran <= {*family.engines}
 
 
 def test_families_are_found_by_name_and_describe_themselves():

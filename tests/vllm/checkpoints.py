@@ -24,6 +24,24 @@ COMMON = {
 }
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    **COMMON,
+    **MOE,
+    "hidden_size": 128,
+    "num_hidden_layers": 5,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 
 
 def _save(folder: Path, model_class: Any, config: Any, seed: int) -> Path:
@@ -68,31 +86,18 @@ def deepseek_v3_config(vocab_size: int, **config: Any) -> Any:
     """A tiny DeepSeek-V3 config: latent attention, one dense layer, then experts."""
     from transformers import DeepseekV3Config
 
-    sizes = {
-        **COMMON,
-        **MOE,
-        "hidden_size": 128,
-        "num_hidden_layers": 5,
-        "vocab_size": vocab_size,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
-    return DeepseekV3Config(**{**sizes, **config})
+    sizes = {**LATENT, "vocab_size": vocab_size, "q_lora_rank": 64, "routed_scaling_factor": 2.5}
+    router = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return DeepseekV3Config(**{**sizes, **router, **config})
+
+
+def deepseek_v2(folder: Path, **config: Any) -> Path:
+    """DeepSeek V2 as V2-Lite is: queries without a latent, experts chosen by softmax."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    sizes = {**LATENT, "vocab_size": write_tokenizer(folder), "q_lora_rank": None}
+    router = {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
+    return _save(folder, DeepseekV2ForCausalLM, DeepseekV2Config(**{**sizes, **router, **config}), 5)
 
 
 def deepseek_v3(folder: Path, **config: Any) -> Path:
@@ -177,6 +182,7 @@ RECIPES: dict[str, Callable[..., Path]] = {
     "llama": llama,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": kimi_k2,
     "kimi_k25": kimi_k25,

@@ -19,6 +19,7 @@ ADAPTERS = {
     "llama": "llama.LlamaAdapter",
     "qwen3": "qwen.QwenAdapter",
     "qwen3_moe": "qwen.QwenAdapter",
+    "deepseek_v2": "deepseek_v3.DeepseekV3Adapter",
     "deepseek_v3": "deepseek_v3.DeepseekV3Adapter",
     "kimi_k2": "kimi_k2.KimiK2Adapter",
     "kimi_k25": "kimi_k25.KimiK25Adapter",
@@ -87,3 +88,16 @@ def assert_same(
             reference = expected[sample.id][k]
             assert state.shape == reference.shape, (sample.id, k)
             assert (state - reference).abs().max() <= 1e-5 * reference.abs().max().clamp_min(1.0), (sample.id, k)
+
+
+def assert_same_bits(
+    found: dict[str, dict[int, Any]],
+    extracted: dict[tuple[int, ...], torch.Tensor],
+    samples: Sequence[Sample],
+    layer_ids: Sequence[int],
+) -> None:
+    """Every state of every sample is what vLLM extracted of these layers (states [T, K, H] by token ids)."""
+    for sample in samples:
+        states = extracted[tuple(sample.input_ids.tolist())]
+        for place, k in enumerate(layer_ids):
+            assert torch.equal(found[sample.id][k], states[:, place]), (sample.id, k)
