@@ -18,7 +18,7 @@ from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.errors import RequestError
 from eagle3.parts import Part
 from eagle3.prepared import Prepared
-from eagle3.published import read_drafter
+from eagle3.published import look_into, read_drafter
 from eagle3.store import StatesStore
 from eagle3.vocab import VocabMap, build_vocab
 
@@ -148,32 +148,43 @@ def new_drafter(
 
 
 def warm_drafter(
-    cfg: DrafterConfig, target: Target, prepared: Prepared, layer_ids: tuple[int, ...], folder: Path
+    cfg: DrafterConfig, target: Target, prepared: Prepared, layer_ids: tuple[int, ...], folder: Path, where: str
 ) -> tuple[Eagle3Drafter, VocabMap]:
     """A drafter that goes on from the weights and the vocabulary of a trained one, ours or published.
 
-    Its rope and epsilon stay, which the config does not know. RequestError when the config means another shape: its
-    weights would not mean what they meant.
+    RequestError as `warm_shape`, and for a published drafter's map or embedding that is not right.
     """
+    wanted = warm_shape(cfg, target, layer_ids, folder, where)
     trained = read_drafter(folder, target, layer_ids)
-    wanted = drafter_shape(cfg, target, layer_ids, trained.shape.draft_vocab_size)
-    wanted = dataclasses.replace(wanted, **{name: getattr(trained.shape, name) for name in KEPT})
-    if cfg.draft_vocab_size is not None and cfg.draft_vocab_size != trained.shape.draft_vocab_size:
+    drafter = NETWORK.build(cfg.module, shape=wanted, embedding=target.embedding())
+    drafter.load_state_dict(trained.state_dict(), strict=True)
+    return drafter, VocabMap(drafter.d2t.clone(), drafter.t2d.clone(), prepared.tokenizer_hash)
+
+
+def warm_shape(
+    cfg: DrafterConfig, target: Target, layer_ids: tuple[int, ...], folder: Path, where: str
+) -> DrafterShape:
+    """The shape of a drafter that goes on from the one in a folder, which the config names in `where`.
+
+    Its rope and epsilon stay, which the config does not know. RequestError when the config means another shape: its
+    weights would not mean what they meant; also, as StoreError, when its files are not whole. Reads no weights.
+    """
+    trained = look_into(folder, target, layer_ids)
+    wanted = drafter_shape(cfg, target, layer_ids, trained.draft_vocab_size)
+    wanted = dataclasses.replace(wanted, **{name: getattr(trained, name) for name in KEPT})
+    if cfg.draft_vocab_size is not None and cfg.draft_vocab_size != trained.draft_vocab_size:
         raise RequestError(
-            f"drafter.draft_vocab_size: found {cfg.draft_vocab_size}, expected {trained.shape.draft_vocab_size}, the "
-            f"vocabulary of drafter.warm_start={folder}, which is kept; set it so, or train without a warm start"
+            f"drafter.draft_vocab_size: found {cfg.draft_vocab_size}, expected {trained.draft_vocab_size}, the "
+            f"vocabulary of {where}={folder}, which is kept; set it so, or leave {where} out"
         )
     differing = {
-        field.name: (getattr(trained.shape, field.name), getattr(wanted, field.name))
+        field.name: (getattr(trained, field.name), getattr(wanted, field.name))
         for field in dataclasses.fields(wanted)
-        if field.name != "max_position_embeddings" and getattr(trained.shape, field.name) != getattr(wanted, field.name)
+        if field.name != "max_position_embeddings" and getattr(trained, field.name) != getattr(wanted, field.name)
     }
     if differing:
         listed = ", ".join(f"{name} {before} there, {now} here" for name, (before, now) in differing.items())
         raise RequestError(
-            f"drafter.warm_start: {folder} has another shape ({listed}), expected the same; configure it so, or train "
-            "without a warm start"
+            f"{where}: {folder} has another shape ({listed}), expected the same; configure it so, or leave {where} out"
         )
-    drafter = NETWORK.build(cfg.module, shape=wanted, embedding=target.embedding())
-    drafter.load_state_dict(trained.state_dict(), strict=True)
-    return drafter, VocabMap(drafter.d2t.clone(), drafter.t2d.clone(), prepared.tokenizer_hash)
+    return wanted

@@ -30,6 +30,8 @@ from eagle3.rotary import Rotary
 from eagle3.slots import SlotRows
 
 WEIGHTS = "drafter.safetensors"
+# What reading a file of weights raises that is torn or something else.
+UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError)
 # The last norm of a fresh drafter whose head is the target's: logits half as large as the target's own.
 SOFT_START = 0.5
 
@@ -367,6 +369,16 @@ def save_drafter(drafter: Eagle3Drafter, folder: Path, tensors: dict[str, Tensor
     return path
 
 
+def read_shape(folder: Path) -> DrafterShape:
+    """The shape of what `save_drafter` wrote, from the file's header, which has to fit its size. Errors as below."""
+    path = Path(folder) / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            return DrafterShape.from_plain(json.loads(file.metadata()["shape"]))
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
 def load_drafter(folder: Path, embedding: Tensor) -> Eagle3Drafter:
     """Reads what `save_drafter` wrote onto the target's embedding [V, H].
 
@@ -378,11 +390,8 @@ def load_drafter(folder: Path, embedding: Tensor) -> Eagle3Drafter:
         with safe_open(path, framework="pt") as file:
             shape = DrafterShape.from_plain(json.loads(file.metadata()["shape"]))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise StoreError(
-            f"{path}: expected a drafter's weights, found {type(error).__name__}: {error}; "
-            "delete its folder and run `eagle3 stage=train` again"
-        ) from error
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
     drafter = Eagle3Drafter(shape, embedding)
     try:
         drafter.load_state_dict(tensors, strict=True)
@@ -392,3 +401,10 @@ def load_drafter(folder: Path, embedding: Tensor) -> Eagle3Drafter:
             "delete its folder and run `eagle3 stage=train` again"
         ) from error
     return drafter
+
+
+def _unreadable(path: Path, error: Exception) -> StoreError:
+    return StoreError(
+        f"{path}: expected a drafter's weights, found {type(error).__name__}: {error}; "
+        "delete its folder and run `eagle3 stage=train` again"
+    )

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3.drafter import WEIGHTS as TRAINED
-from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter
+from eagle3.drafter import DrafterShape, Eagle3Drafter, load_drafter, read_shape
 from eagle3.drafter_forms import EMBEDDING, VOCABULARY_MAP, recognise, shape_of
 from eagle3.errors import RequestError
 from eagle3.vocab import check_vocabulary_map
@@ -37,15 +37,58 @@ def import_drafter(
     tensor is missing, unknown or of another size, when the layer ids disagree, when the vocabulary map is broken, or
     when it brings an embedding that is not the target's.
     """
-    shape = shape_of(read_config(folder), folder / CONFIG, num_layers, layer_ids)
-    if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
-        raise RequestError(
-            f"{folder / CONFIG}: found a drafter on an embedding of {shape.vocab_size} x {shape.hidden_size}, but this "
-            f"target's is {embedding.shape[0]} x {embedding.shape[1]}; choose the model it was trained for (model=)"
-        )
+    shape = _shape(folder, embedding.shape, num_layers, layer_ids)
     tensors = _read_tensors(folder, shape, embedding)
     drafter = Eagle3Drafter(shape, embedding)
     expected = own_tensors(drafter)
+    _check_sizes(tensors, expected, folder / WEIGHTS)
+    with torch.no_grad():
+        for name, parameter in expected.items():
+            parameter.copy_(tensors[name])
+    return drafter
+
+
+def look_into(folder: Path, target: Target, layer_ids: Sequence[int] | None) -> DrafterShape:
+    """The shape of the drafter that `read_drafter` would read, found in a moment: no weights are read.
+
+    Raises what it would raise for a config, for files that are not whole and for tensors of other names or sizes.
+    """
+    if not is_published(folder):
+        return read_shape(folder)
+    sizes = target.shape.vocab_size, target.shape.hidden_size
+    shape = _shape(folder, sizes, target.shape.num_layers, layer_ids)
+    path = folder / WEIGHTS
+    with torch.device("meta"):
+        expected = own_tensors(Eagle3Drafter(shape, torch.empty(sizes)))
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()  # not a mapping
+                weights = {name: torch.empty(file.get_slice(name).get_shape()) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise _no_weights(path, error) from error
+    tensors = _own_names(weights, shape, path)
+    for name in VOCABULARY_MAP:
+        if name not in expected:
+            tensors.pop(name, None)
+    _check_sizes(tensors, expected, path)
+    return shape
+
+
+def _shape(
+    folder: Path, embedding: Sequence[int], num_layers: int | None, layer_ids: Sequence[int] | None
+) -> DrafterShape:
+    """What config.json says. RequestError unless it is of a drafter on an embedding of this size [V, H]."""
+    shape = shape_of(read_config(folder), folder / CONFIG, num_layers, layer_ids)
+    if tuple(embedding) != (shape.vocab_size, shape.hidden_size):
+        raise RequestError(
+            f"{folder / CONFIG}: found a drafter on an embedding of {shape.vocab_size} x {shape.hidden_size}, but this "
+            f"target's is {embedding[0]} x {embedding[1]}; choose the model it was trained for (model=)"
+        )
+    return shape
+
+
+def _check_sizes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
+    """RequestError unless there are exactly the expected tensors, in their sizes."""
     wrong = [f"no {name}" for name in expected if name not in tensors]
     wrong += [f"unknown {name}" for name in tensors if name not in expected]
     wrong += [
@@ -55,18 +98,24 @@ def import_drafter(
     ]
     if wrong:
         raise RequestError(
-            f"{folder / WEIGHTS}: found {', '.join(wrong)}; expected exactly the tensors that {CONFIG} describes; "
+            f"{path}: found {', '.join(wrong)}; expected exactly the tensors that {CONFIG} describes; "
             "export the drafter again with `eagle3 stage=export`"
         )
-    with torch.no_grad():
-        for name, parameter in expected.items():
-            parameter.copy_(tensors[name])
-    return drafter
 
 
 def is_published(folder: Path) -> bool:
     """Whether a folder holds a drafter in a published form, rather than one of `eagle3 stage=train`."""
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file() and not (folder / TRAINED).is_file()
+
+
+def refuse_half(folder: Path, where: str) -> None:
+    """RequestError, naming `where` it was given, for a folder with only one of a published drafter's two files."""
+    absent = [name for name in (WEIGHTS, CONFIG) if not (folder / name).is_file()]
+    if len(absent) == 1:
+        raise RequestError(
+            f"{where}: found no {absent[0]} in {folder}, expected a drafter's {WEIGHTS} and {CONFIG} side by side; "
+            f"get the {absent[0]} that belongs to it, or name another folder"
+        )
 
 
 def read_drafter(folder: Path, target: Target, layer_ids: Sequence[int] | None) -> Eagle3Drafter:
@@ -107,15 +156,10 @@ def _read_tensors(folder: Path, shape: DrafterShape, embedding: Tensor) -> dict[
     try:
         weights: Mapping[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise RequestError(
-            f"{path}: expected the weights of an exported drafter, found {type(error).__name__}: {error}; "
-            "delete the folder and make it again with `eagle3 stage=export`, or save a published drafter's weights as "
-            "safetensors"
-        ) from error
-    own = {name: tensor for name, tensor in weights.items() if name != EMBEDDING}
+        raise _no_weights(path, error) from error
     if EMBEDDING in weights:
         _check_embedding(weights[EMBEDDING], embedding, path)
-    tensors = recognise(own, str(path))
+    tensors = _own_names(weights, shape, path)
     if shape.draft_vocab_size == shape.vocab_size:
         # Trainers keep a map that says nothing; servers expect none.
         offsets = tensors.pop("d2t", torch.zeros(1))
@@ -123,14 +167,28 @@ def _read_tensors(folder: Path, shape: DrafterShape, embedding: Tensor) -> dict[
         if offsets.any():
             raise RequestError(f"{path}: found a d2t with offsets, expected none for a draft vocabulary of all tokens")
         return tensors
+    check_vocabulary_map(tensors["d2t"], tensors["t2d"], shape.vocab_size, str(path))
+    return tensors
+
+
+def _own_names(weights: Mapping[str, Tensor], shape: DrafterShape, path: Path) -> dict[str, Tensor]:
+    """The tensors but for the embedding, under our names; with the map where the vocabularies differ."""
+    tensors = recognise({name: tensor for name, tensor in weights.items() if name != EMBEDDING}, str(path))
     missing = [name for name in VOCABULARY_MAP if name not in tensors]
-    if missing:
+    if missing and shape.draft_vocab_size != shape.vocab_size:
         raise RequestError(
             f"{path}: found no {' or '.join(missing)}, expected both maps since the draft vocabulary "
             f"({shape.draft_vocab_size}) is smaller than the target's ({shape.vocab_size}); export it again"
         )
-    check_vocabulary_map(tensors["d2t"], tensors["t2d"], shape.vocab_size, str(path))
     return tensors
+
+
+def _no_weights(path: Path, error: Exception) -> RequestError:
+    return RequestError(
+        f"{path}: expected the weights of an exported drafter, found {type(error).__name__}: {error}; "
+        "delete the folder and make it again with `eagle3 stage=export`, or save a published drafter's weights as "
+        "safetensors"
+    )
 
 
 def _check_embedding(found: Tensor, embedding: Tensor, path: Path) -> None:

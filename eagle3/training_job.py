@@ -68,6 +68,11 @@ def check_settings(cfg: Config) -> None:
     mix_losses(cfg.drafter.losses)
 
 
+def origin_field(cfg: Config) -> str:
+    """Where the config names the drafter to go on from."""
+    return "drafter.warm_start" if cfg.trainer.resume_from is None else "trainer.resume_from"
+
+
 @dataclass(frozen=True)
 class TrainingInputs:
     """What is trained on, checked against each other.
@@ -100,7 +105,8 @@ class TrainingJob:
     def _new_drafter(self) -> tuple[Eagle3Drafter, VocabMap]:
         cfg, inputs = self.cfg.drafter, self.inputs
         if inputs.origin is not None:
-            return warm_drafter(cfg, inputs.target, inputs.prepared, inputs.layer_ids, inputs.origin.folder)
+            where = origin_field(self.cfg)
+            return warm_drafter(cfg, inputs.target, inputs.prepared, inputs.layer_ids, inputs.origin.folder, where)
         self.scales = state_scales(inputs.store, inputs.layer_ids)
         return new_drafter(cfg, inputs.target, inputs.prepared, inputs.layer_ids, self.cfg.seed, self.scales)
 

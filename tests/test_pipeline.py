@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3 import cli
 from eagle3.adapters.llama import LlamaAdapter
+from eagle3.blueprint import drafter_shape
+from eagle3.checkpoint import open_target
+from eagle3.drafter import Eagle3Drafter
+from eagle3.export import export_drafter
+from tests.stages import configure
 
 STAGES = ("prepare", "extract", "train", "export", "evaluate")
 
@@ -147,6 +156,72 @@ def test_a_later_stage_that_could_not_be_done_is_refused_before_any_work(
     assert smoke(monkeypatch, tiny_target, tmp_path, 4, *wrong.split()) == 2
     assert message in capsys.readouterr().err
     assert not list(Path("outputs").rglob("manifest.json"))
+
+
+@pytest.fixture
+def published(tiny_target: Path, tmp_path: Path) -> Path:
+    """A drafter's folder as others publish them, of layers that are not those of the smoke experiment."""
+    cfg = configure("+experiment=smoke", "model=llama", f"model.path={tiny_target}")
+    target, folder = open_target(cfg), tmp_path / "published"
+    drafter = Eagle3Drafter(drafter_shape(cfg.drafter, target, (1, 2, 4), 100), target.embedding())
+    drafter.initialise(seed=0)
+    ids = torch.arange(100)
+    drafter.set_vocabulary(3 * ids, torch.zeros(400).index_fill(0, 4 * ids, 1).bool())
+    folder.mkdir()
+    export_drafter(drafter, target.shape, folder, torch.float32)
+    return folder
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("field", ["drafter.warm_start", "inputs.export"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 9000), "safetensors: expected the weights of an exp"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: expected the config.json of an expor"),
+        (lambda folder: (folder / "config.json").unlink(), "{field}: found no config.json in {folder}, expected a dra"),
+        (lambda folder: rewrite(folder / "model.safetensors", lambda t: t.pop("fc.weight")), "found no fc.weight; exp"),
+        (lambda folder: rewrite(folder / "model.safetensors", lambda t: t.pop("d2t")), "found no d2t, expected both m"),
+    ],
+)
+def test_a_drafter_folder_that_is_not_whole_is_refused_before_any_work(
+    spoil: Callable[[Path], object],
+    message: str,
+    field: str,
+    published: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was found at the third stage or the fifth."""
+    spoil(published)
+    words = [f"{field}={published}", "layers.ids=[1,2,4]", "evaluate.sets=[train.jsonl]"]
+    assert smoke(monkeypatch, tiny_target, tmp_path, 4, *words) == 2
+    assert message.format(field=field, folder=published) in capsys.readouterr().err
+    assert not list(Path("outputs").rglob("manifest.json"))
+
+
+def test_a_warm_start_of_another_shape_is_refused_before_any_work(
+    published: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [f"drafter.warm_start={published}", "evaluate.sets=[]"]
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, *words, "layers.ids=[1,2,5]") == 2
+    told = f"drafter.warm_start: {published} has another shape (layer_ids (1, 2, 4) there, (1, 2, 5) here), expected"
+    assert told in capsys.readouterr().err
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, *words, "drafter.head_dim=8") == 2
+    assert "(layer_ids (1, 2, 4) there, (1, 3, 5) here, head_dim 12 there, 8 here), exp" in capsys.readouterr().err
+    assert not list(Path("outputs").rglob("manifest.json"))
+    assert smoke(monkeypatch, tiny_target, tmp_path, 12, *words, "layers.ids=[1,2,4]") == 0
 
 
 @pytest.mark.parametrize(

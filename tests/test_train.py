@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.artifacts import Artifact, Artifacts
+from eagle3.artifacts import MANIFEST, Artifact, Artifacts
 from eagle3.batches import PackedBatch, PackedDataModule
 from eagle3.config import Config
 from eagle3.drafter import WEIGHTS, DrafterShape
@@ -239,6 +239,28 @@ def test_a_states_file_that_was_cut_short_is_named_before_training(
             run_stage("train", cfg)
         (shard / name).write_bytes(whole)
     assert not list((folder / "outputs/artifacts").glob("drafter/*"))
+
+
+def test_a_drafter_to_go_on_from_is_looked_into_before_the_pipeline(
+    inputs: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """By the field that names it: a shape that differs was told as drafter.warm_start's, at the third stage."""
+    folder = copied(inputs, tmp_path)
+    _, first, _ = trained(train_config(folder, tiny_target, "trainer.max_steps=2"))
+    for field in ("trainer.resume_from", "drafter.warm_start"):
+        words = (
+            rf"^{field}: {first.folder} has another shape \(layer_ids \(1, 3, 4\) there, \(1, 2, 4\) here\).*{field}"
+        )
+        cfg = train_config(folder, tiny_target, "layers.ids=[1,2,4]", f"{field}={first.id}")
+        for stage in ("pipeline", "train"):
+            with pytest.raises(RequestError, match=words if stage == "pipeline" else r"^layers: .* holds layers"):
+                run_stage(stage, cfg)
+    manifest = json.loads((first.folder / MANIFEST).read_text())
+    (first.folder / MANIFEST).write_text(json.dumps({**manifest, "files": {}}))  # as earlier versions left it
+    os.truncate(first.folder / WEIGHTS, 9000)
+    for field in ("trainer.resume_from", "drafter.warm_start", "inputs.drafter"):
+        with pytest.raises(StoreError, match=rf"^{first.folder / WEIGHTS}: expected a drafter's weights"):
+            run_stage("pipeline", train_config(folder, tiny_target, f"{field}={first.id}", "trainer.max_steps=3"))
 
 
 def test_without_states_the_command_that_makes_them_is_named(inputs: Path, tiny_target: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from eagle3.errors import RequestError
 from eagle3.export import export_drafter
 from eagle3.model_card import CARD, card_facts, model_card
 from eagle3.overrides import override
-from eagle3.published import CONFIG
+from eagle3.published import CONFIG, refuse_half
 from eagle3.runs import Run
 from eagle3.stages import train
 from eagle3.weights import read_json
@@ -39,8 +39,10 @@ def given(cfg: Config, artifacts: Artifacts) -> tuple[Artifact, dict[str, Any]]:
     named = cfg.inputs.export
     if named is not None:
         folder = Path(named).expanduser().resolve()
-        if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
-            return Artifact("export", folder.name, folder), {}
+        if not (folder / MANIFEST).is_file():
+            if (folder / CONFIG).is_file():
+                return Artifact("export", folder.name, folder), {}
+            refuse_half(folder, "inputs.export")
     artifact = artifacts.resolve("export", named, lambda: exported(cfg, artifacts), MAKE)
     return artifact, artifact.manifest()
 

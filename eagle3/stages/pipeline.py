@@ -11,8 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from eagle3 import benchmarks, layers
+from eagle3.checkpoint import open_target
 from eagle3.config import Config, StageConfig
+from eagle3.drafter import read_shape
 from eagle3.engines import keep_engine
+from eagle3.published import look_into
 from eagle3.runs import Run
 from eagle3.stages import evaluate, export, extract, prepare, train
 from eagle3.validation import known_depth
@@ -25,7 +28,8 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
     RequestError before the first, which may take hours, when the target is known to lack a layer that the second needs
     or does not run in an engine that is asked for, when the drafter to go on from, a named input or a source of prompts
-    is not there, when the server that the drafter is for could not read it, or when the last could not ask its prompts.
+    is not there or does not fit, when the server that the drafter is for could not read it, or when the last could not
+    ask its prompts; StoreError when what is named is there but not whole.
     """
     if (depth := known_depth(cfg.model)) is not None:
         layers.select(depth, cfg.layers.ids, cfg.layers.fractions)
@@ -45,14 +49,16 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
 
 
 def _check_inputs(cfg: Config, run: Run) -> None:
-    """Looks for what `inputs` names, and for every source of prompts when no prepared set is named."""
+    """Looks into what `inputs` names, and for every source of prompts when no prepared set is named."""
     (prepare.prepared if cfg.inputs.prepared is None else extract.source)(cfg, run.artifacts)
     if cfg.inputs.states is not None:
         train.source(cfg, run.artifacts)
     if cfg.inputs.drafter is not None:
-        export.trained(cfg, run.artifacts)
+        read_shape(export.trained(cfg, run.artifacts).folder)
     if cfg.inputs.export is not None and cfg.evaluate.sets:
-        export.given(cfg, run.artifacts)
+        exported, _ = export.given(cfg, run.artifacts)
+        if evaluate.engine_name(cfg) != "vllm":  # which reads more forms than we do
+            look_into(exported.folder, open_target(cfg), cfg.layers.ids)
 
 
 def _run_stages(cfg: Config, run: Run, metrics: dict[str, Any], loaded: ExitStack) -> None:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3 import layers
 from eagle3.artifacts import Artifact, Artifacts
+from eagle3.blueprint import warm_shape
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
 from eagle3.drafter import WEIGHTS
 from eagle3.errors import RequestError
 from eagle3.prepared import Prepared
-from eagle3.published import is_published
+from eagle3.published import is_published, refuse_half
 from eagle3.records import sweep_of
 from eagle3.runs import Run
 from eagle3.stages import extract, prepare
@@ -75,6 +76,8 @@ def _trained(artifacts: Artifacts, given: str, where: str) -> Artifact:
     folder = Path(given).expanduser().resolve()
     if where == "drafter.warm_start" and is_published(folder):
         return Artifact("drafter", Weights(folder).digest(), folder)
+    if where == "drafter.warm_start":
+        refuse_half(folder, where)
     found = artifacts.resolve("drafter", given, None, MAKE, where)
     if not (found.folder / WEIGHTS).is_file():
         raise RequestError(f"{where}: {found.folder} holds no {WEIGHTS}, expected a trained drafter; see stage=runs")
@@ -133,11 +136,14 @@ def ranks(cfg: Config) -> int:
 
 def check_config(cfg: Config) -> None:
     """RequestError for what can be wrong with the training before there are states to train on."""
-    from eagle3.training_job import check_settings
+    from eagle3.training_job import check_settings, origin_field
 
     check_settings(cfg)
-    artifacts = Artifacts(Path(cfg.output_dir).absolute() / "artifacts", attached=True)
-    _previous(cfg, _origin(cfg, artifacts, open_target(cfg)))
+    artifacts, target = Artifacts(Path(cfg.output_dir).absolute() / "artifacts", attached=True), open_target(cfg)
+    origin = _origin(cfg, artifacts, target)
+    _previous(cfg, origin)
+    if origin is not None:
+        warm_shape(cfg.drafter, target, layer_ids(cfg, target), origin.folder, origin_field(cfg))
 
 
 def run(cfg: Config, run: Run) -> dict[str, Any]:
