@@ -23,12 +23,19 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from eagle3.artifacts import fsync_folder, write_json
+from eagle3.disk_room import check_room, writing
 from eagle3.drafter import WEIGHTS, drafter_tensors, save_drafter
 from eagle3.errors import RequestError, StoreError
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 # What `training` puts into every checkpoint; one without it is of an earlier version.
 KEPT = ("oov_memory",)
+# fp32 weights and AdamW's two moments; measured 12.02 with all that Lightning adds (8.6M weights).
+BYTES_PER_WEIGHT = 12
+ADVICE = (
+    "make room (`eagle3 stage=gc` lists what can go), keep fewer checkpoints (trainer.keep_checkpoints) or set "
+    "output_dir= to another disk"
+)
 log = logging.getLogger("eagle3")
 
 
@@ -57,6 +64,18 @@ def complete_checkpoints(folder: Path) -> list[Checkpoint]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("%s: a damaged checkpoint, ignored (%s)", path, error)
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def check_checkpoint_room(folder: Path, weights: int, keep: int, coming: int) -> None:
+    """RequestError when the disk has no room for what training will write into `folder`: the checkpoints kept, of
+    `weights` trained weights each, one more while it is written, `coming` in all, and two drafters.
+
+    What is there already counts as written.
+    """
+    there = len(list(folder.glob(f"step-*/{STATE}")))
+    checkpoints = max(min(keep + 1, there + coming) - there, 0)
+    needed = weights * (BYTES_PER_WEIGHT * checkpoints + 2 * torch.float32.itemsize)
+    check_room(folder, needed, f"training, with {checkpoints} checkpoints at once,", ADVICE)
 
 
 def checkpoint_to_resume(folder: Path, where: str) -> Checkpoint:
@@ -89,13 +108,14 @@ class AtomicCheckpointIO(CheckpointIO):
         folder = Path(path)
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        with open(temporary / STATE, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        manifest = {"step": checkpoint["global_step"], "size_bytes": (temporary / STATE).stat().st_size}
-        write_json(temporary / MANIFEST, {**manifest, **(storage_options or {})})
+        with writing(folder.parent, f"checkpoint {folder.name}", ADVICE):
+            temporary.mkdir(parents=True)
+            with open(temporary / STATE, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            manifest = {"step": checkpoint["global_step"], "size_bytes": (temporary / STATE).stat().st_size}
+            write_json(temporary / MANIFEST, {**manifest, **(storage_options or {})})
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(temporary, folder)
@@ -239,9 +259,10 @@ class Checkpoints(Callback):
         assert folder is not None
         temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        with open(write(temporary), "rb") as file:
-            os.fsync(file.fileno())
+        with writing(self.folder, "the best drafter so far", ADVICE):
+            temporary.mkdir(parents=True)
+            with open(write(temporary), "rb") as file:
+                os.fsync(file.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
         fsync_folder(self.folder)

@@ -7,6 +7,7 @@ to train.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from eagle3.artifacts import Artifact, fsync_folder
 from eagle3.batches import PackedDataModule
 from eagle3.blueprint import NETWORK, new_drafter, state_scales, warm_drafter
 from eagle3.checkpoint import Target
-from eagle3.checkpoints import Checkpoint, Checkpoints, complete_checkpoints
+from eagle3.checkpoints import Checkpoint, Checkpoints, check_checkpoint_room, complete_checkpoints
 from eagle3.config import Config
+from eagle3.disk_room import writing
 from eagle3.drafter import WEIGHTS, Eagle3Drafter, load_drafter, save_drafter
 from eagle3.errors import RequestError
 from eagle3.loss import mix_losses
@@ -175,6 +177,11 @@ class TrainingJob:
             )
         folder = run.artifacts.begin(self.artifact, resume=cfg.trainer.resume)
         start = self._start(folder / "checkpoints")
+        if run.rank == 0:
+            weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
+            left = self.data.plan.steps - (0 if start is None else start.step)
+            coming = math.ceil(left / cfg.trainer.checkpoint_every_steps)
+            check_checkpoint_room(folder / "checkpoints", weights, cfg.trainer.keep_checkpoints, coming)
         torch.manual_seed(cfg.seed)
         trackers: list[SafeLogger] = []
         if run.rank == 0:
@@ -279,7 +286,7 @@ class TrainingJob:
             kept = load_drafter(folder, self.drafter.embedding)
         else:
             kept = module.drafter if source is None else load_drafter(source, self.drafter.embedding)
-            with open(save_drafter(kept, folder), "rb") as file:
+            with writing(folder, "the drafter"), open(save_drafter(kept, folder), "rb") as file:
                 os.fsync(file.fileno())
             fsync_folder(folder)
         checkpoints.drop_all_but_last()

@@ -19,9 +19,14 @@ from safetensors.torch import load_file
 
 from eagle3 import checkpoints, training_job
 from eagle3.artifacts import Artifact, Artifacts
-from eagle3.checkpoints import AtomicCheckpointIO, checkpoint_to_resume, complete_checkpoints
+from eagle3.checkpoints import (
+    AtomicCheckpointIO,
+    check_checkpoint_room,
+    checkpoint_to_resume,
+    complete_checkpoints,
+)
 from eagle3.drafter import WEIGHTS
-from eagle3.errors import RequestError, StoreError
+from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.stages import train
 from tests.commands import eagle3
 from tests.trained import Killed, copied, make_inputs, recorded, train_config, train_words, trained
@@ -234,6 +239,32 @@ def test_s8_kill_in_the_middle_of_a_save(
     assert metrics["steps"] == 12
     assert_equal_artifacts(artifact, undisturbed["plain"])
     assert [path.name for path in (artifact.folder / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+def test_a_full_disk_is_said_with_folder_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself says "unexpected pos 704 vs 598"; /dev/full is as full as a disk can be."""
+    monkeypatch.setattr(checkpoints, "STATE", "/dev/full")
+    with pytest.raises(StageFailed) as caught:
+        AtomicCheckpointIO().save_checkpoint({"global_step": 4, "x": torch.zeros(10_000)}, tmp_path / "step-00000004")
+    words = str(caught.value)
+    assert words.startswith(f"{tmp_path}: the disk is full, checkpoint step-00000004 could not be written (")
+    assert "B are free); make room" in words
+    assert "trainer.keep_checkpoints" in words
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_room_for_checkpoints_is_looked_for_before_training(tmp_path: Path) -> None:
+    """As many weights as the disk has bytes: checkpoints of 12 bytes a weight cannot fit, two drafters of 4 neither."""
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(RequestError, match=r"training, with 3 checkpoints at once, will need .*B, but .*B are free"):
+        check_checkpoint_room(tmp_path / "checkpoints", free, keep=2, coming=9)
+    check_checkpoint_room(tmp_path / "checkpoints", free // 40, keep=2, coming=1)
+    with pytest.raises(RequestError, match="with 3 checkpoints"):
+        check_checkpoint_room(tmp_path / "checkpoints", free // 40, keep=2, coming=9)
+    for step in (1, 2, 3):
+        (tmp_path / "checkpoints" / f"step-0000000{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-0000000{step}" / "state.pt").touch()
+    check_checkpoint_room(tmp_path / "checkpoints", free // 40, keep=2, coming=9)
 
 
 def test_old_checkpoints_go_only_when_a_newer_one_is_complete(
