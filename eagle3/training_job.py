@@ -303,13 +303,13 @@ class TrainingJob:
             "state_scales": self.scales,
         }
         shape = kept.shape
+        coverage, validation_coverage = self.coverage()
         manifest = {
             "metrics": metrics,
             "shape": shape.plain(),
             "target": self.target.fingerprint(),
             "layer_ids": list(shape.layer_ids),
             "layer_convention": layers.CONVENTION,
-        coverage, validation_coverage = self.coverage()
             "vocabulary": {
                 "size": shape.draft_vocab_size,
                 "of": shape.vocab_size,
