@@ -5,6 +5,7 @@ A class of another kind is refused before any work; what a function makes shows 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,20 +18,36 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Part(Generic[T]):
     """One of them: `where` its node lies in the config, the `kind` of object that it makes, that kind in words, what
-    to do when it makes another, and the class that is meant when the node is empty."""
+    to do when it makes another, the class that is meant when the node is empty, and whether the node says `all` that
+    its class is to be given."""
 
     where: str
     kind: type[T]
     expected: str
     hint: str
     default: str | None = None
+    all: bool = False
 
-    def check(self, node: Any) -> None:
-        """RequestError, without building anything, for a node that names nothing, or a class of another kind."""
+    def check(self, node: Any) -> Any:
+        """The class or function that a node names, not called. RequestError when it names nothing or a class of another
+        kind."""
         node = self._named(node)
         found = locate(node, self.where)
         if isinstance(found, type) and not issubclass(found, self.kind):
             raise self._refusal(node["_target_"])
+        if not self.all:
+            return found
+        given = {key: value for key, value in node.items() if not (key.startswith("_") and key.endswith("_"))}
+        try:
+            inspect.signature(found).bind(*node.get("_args_", ()), **given)
+        except TypeError as error:
+            raise RequestError(
+                f"{self.where}: {node['_target_']} is not given what it needs ({error}), found {sorted(given)}; add it "
+                f"with +{self.where}.NAME=VALUE"
+            ) from error
+        except ValueError:  # a callable written in C tells no signature
+            pass
+        return found
 
     def build(self, node: Any, **kwargs: Any) -> T:
         """The object that the node describes. RequestError when it cannot be built or is of another kind."""

@@ -13,6 +13,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import StrategyRegistry
 
 from eagle3.checkpoints import AtomicCheckpointIO
-from eagle3.config import Config
+from eagle3.config import Config, root_cause
 from eagle3.errors import RequestError
 from eagle3.parts import Part
 from eagle3.strategies import STRATEGY, strategy_named
@@ -51,11 +52,12 @@ LIGHTNING = Part(
 
 def check_trainer(cfg: Config) -> None:
     """RequestError when `trainer.lightning` sets what another field decides, when it or a callback is of another kind,
-    when there is no such strategy or it cannot go with the optimizer, or when a run would lack GPUs."""
+    when there is no such strategy or it cannot go with the optimizer, when a run would lack GPUs, or when Lightning
+    takes a value for wrong."""
     for key, field in OWNED.items():
         if key in cfg.trainer.lightning:
             raise RequestError(f"trainer.lightning.{key}: is decided by {field}, set that instead")
-    LIGHTNING.check(cfg.trainer.lightning)
+    made_by = LIGHTNING.check(cfg.trainer.lightning)
     for name, node in cfg.trainer.callbacks.items():
         _callback(name).check(node)
     if "strategy" not in cfg.trainer.lightning:
@@ -66,6 +68,8 @@ def check_trainer(cfg: Config) -> None:
             f"hardware.devices: found {wanted}, but this machine has {found} GPUs; try "
             f"{f'hardware.devices={found}' if found else 'hardware.accelerator=cpu'}, or look at CUDA_VISIBLE_DEVICES"
         )
+    if made_by is Trainer:
+        _try_trainer(cfg)
 
 
 def _check_strategy(cfg: Config) -> None:
@@ -87,7 +91,25 @@ def _check_strategy(cfg: Config) -> None:
 def _callback(name: str) -> Part[Callback]:
     where = f"trainer.callbacks.{name}"
     hint = f"name its class: '+{where}={{_target_: package.Class}}'"
-    return Part(where, Callback, "a lightning.pytorch.Callback", hint)
+    return Part(where, Callback, "a lightning.pytorch.Callback", hint, all=True)
+
+
+def _try_trainer(cfg: Config) -> None:
+    """Lightning looks at values and strategies when its Trainer is made, which is cheap; ours need no trial."""
+    ours = set(cfg.trainer.lightning) <= {"_target_"} and cfg.hardware.training_strategy in ("auto", "ddp", STRATEGY)
+    if ours or cfg.dry_run:
+        return
+    # Determinism would hold for the whole process, and what comes before training may do without.
+    tried = replace(cfg, trainer=replace(cfg.trainer, deterministic=False))
+    try:
+        with quiet_lightning():
+            build_trainer(tried, Path(), [], [])
+    except Exception as error:
+        raise RequestError(
+            f"trainer.lightning: Lightning makes no Trainer of this, with hardware.accelerator="
+            f"{cfg.hardware.accelerator} and hardware.training_strategy={cfg.hardware.training_strategy} "
+            f"({root_cause(error)}); correct these, or leave out what was added to trainer.lightning"
+        ) from error
 
 
 def build_callbacks(cfg: Config) -> list[Callback]:

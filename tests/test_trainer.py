@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from eagle3.trainer import build_trainer, quiet_lightning
+from eagle3.errors import RequestError
+from eagle3.trainer import build_trainer, check_trainer, quiet_lightning
 from tests.stages import configure
 
 
@@ -22,3 +24,33 @@ def test_a_slurm_job_of_one_task_starts_its_ranks_itself(tmp_path: Path, monkeyp
     environment = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(environment, LightningEnvironment)
     assert not environment.creates_processes_externally
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("hardware.training_strategy=fsdp", r"training_strategy=fsdp \(.*requires a GPU accelerator"),
+        ("+trainer.lightning.accelerator=abacus", r"^trainer\.lightning: Lightning makes no Trainer.*abacus"),
+        ("+trainer.lightning.precision=eight", r"^trainer\.lightning: Lightning makes no Trainer.*eight"),
+        ("+trainer.lightning.limit_train_batches=all", r"^trainer\.lightning: Lightning makes no Trainer"),
+        (
+            "+trainer.callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping}",
+            r"^trainer\.callbacks\.x: .*EarlyStopping is not given what it needs \(.*'monitor'\), found \[\]; add",
+        ),
+    ],
+)
+def test_what_lightning_will_not_take_is_found_by_the_check(wrong: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        check_trainer(configure(wrong))
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+def test_a_trial_leaves_nothing_behind() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        check_trainer(configure("trainer.deterministic=true", "+trainer.lightning.limit_val_batches=2"))
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
