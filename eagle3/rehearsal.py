@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,8 +230,9 @@ def _store_pass(
     capture = Capture(folder, layout, tuple(plans), layer_ids, target.shape.max_position_embeddings)
     count = capture.run(engine, samples, capture.missing(), len(samples), lambda tokens: None)
     report = engine.last_capture
-    lost = Counter(count.rejected)
-    outcome.add("states", not lost, f"lost: {lost}" if lost else f"{count.tokens:,} tokens, finite, ids as sent")
+    lost = ", ".join(f"{number} {reason}" for reason, number in count.rejected.items())
+    detail = f"of {len(samples)} samples lost: {lost}" if lost else f"{count.tokens:,} tokens, finite, ids as sent"
+    outcome.add("states", not lost, detail)
     faults = [fault for plan in capture.plans for fault in capture.faults(plan)]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     kept = f"{size / 1e9:.2f} GB written and read back, {token_bytes:,} B a token in {len(layer_ids)} states"
