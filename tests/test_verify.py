@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ def file_of(cfg: Config, name: str) -> Path:
     return path
 
 
-def flip(path: Path) -> None:
-    """Turns one bit over in the last bytes of a file, where the data is."""
+def flip(path: Path, place: int = -7) -> None:
+    """Turns one bit over, by default in the last bytes of a file, where the data is."""
     data = bytearray(path.read_bytes())
-    data[-7] ^= 4
+    data[place] ^= 4
     path.write_bytes(data)
 
 
@@ -71,6 +72,16 @@ def test_a_flipped_bit_is_named(name: str, cfg: Config) -> None:
         StoreError, match=rf"^{path}: (is damaged: found crc32|has damaged rows).*; delete .*`eagle3 st"
     ):
         run_stage("verify", cfg)
+
+
+@pytest.mark.parametrize("spoil", [lambda path: flip(path, 2000), lambda path: os.truncate(path, 3000)])
+def test_a_damaged_checkpoint_is_named(spoil: Callable[[Path], None], cfg: Config) -> None:
+    path = file_of(cfg, "drafter/checkpoints/*/state.pt")
+    spoil(path)
+    with pytest.raises(StoreError, match=rf"^{path}: is damaged \(.*\); delete {path.parent}, which only trainer\.res"):
+        run_stage("verify", cfg)
+    shutil.rmtree(path.parent)
+    run_stage("verify", cfg)
 
 
 def test_every_fault_is_listed(cfg: Config) -> None:

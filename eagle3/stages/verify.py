@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,8 @@ class _Checks:
             self._prepared = Prepared.open(artifact.folder)
         elif not found and artifact.kind == "states":
             found, metrics = self._states(artifact)
+        elif artifact.kind == "drafter":
+            found += _checkpoint_faults(artifact)
         if found:
             self.faults += found
             return
@@ -124,3 +127,18 @@ class _Checks:
             "bytes": manifest["metrics"]["bytes"],
             "samples": len(store),
         }
+
+
+def _checkpoint_faults(artifact: Artifact) -> list[str]:
+    """What is wrong with a drafter's checkpoints: torch writes zip archives, with a checksum of each tensor."""
+    faults = []
+    for path in sorted(artifact.folder.glob("checkpoints/*/*.pt")):
+        problem: object
+        try:
+            with zipfile.ZipFile(path) as archive:
+                problem = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            problem = error
+        if problem is not None:
+            faults.append(f"{path}: is damaged ({problem}); delete {path.parent}, which only trainer.resume_from reads")
+    return faults
