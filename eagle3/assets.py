@@ -7,6 +7,7 @@ the distribution file into `<cache>/wheels` by hand.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -19,22 +20,27 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from eagle3.disk_room import check_room, writing
 from eagle3.errors import Eagle3Error, RequestError
 
 PREFIX = "asset:"
+ADVICE = "make room, or set cache_dir= or $EAGLE3_CACHE to a folder on another disk"
 _log = logging.getLogger("eagle3")
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Asset:
-    """One member of one pinned distribution file; `target` is the file (for a model: the folder) that it becomes."""
+    """One member of one pinned distribution file; `target` is the file (for a model: the folder) that it becomes.
+
+    `size_mb` are downloaded; `room_mb` the most that lies on the disk meanwhile, unpacked and converted.
+    """
 
     name: str
     target: str
@@ -46,6 +52,7 @@ class Asset:
     size_mb: int
     licence: str
     model: bool = False
+    room_mb: int = 20
 
 
 ASSETS = {
@@ -60,6 +67,7 @@ ASSETS = {
         size_mb=93,
         licence="Apache-2.0",
         model=True,
+        room_mb=730,
     ),
     "alpaca": Asset(
         name="alpaca",
@@ -82,6 +90,7 @@ ASSETS = {
         member_sha256="99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
         size_mb=27,
         licence="none stated",
+        room_mb=160,
     ),
     "mt_bench": Asset(
         name="mt_bench",
@@ -132,11 +141,18 @@ def find_asset(name: str) -> Asset:
     return known
 
 
+def absent(paths: Iterable[str | None], cache: Path) -> list[Asset]:
+    """The assets among the paths of models and data that are not in the cache yet, each once."""
+    named = {path: find_asset(path) for path in paths if path is not None and path.startswith(PREFIX)}
+    return [asset for asset in named.values() if not (cache / asset.target).exists()]
+
+
 def asset_path(name: str, cache: Path) -> Path:
     """The asset on disk, fetched into `cache` on first use: a Hugging Face folder for a model, a JSON(L) file for data.
 
-    It appears complete or not at all, and two processes never fetch it twice. Raises RequestError for an unknown
-    name or a missing `gguf` package, Eagle3Error when the download fails or is not the pinned file.
+    It appears complete or not at all, and two processes never fetch it twice; what a killed one left goes.
+    Raises RequestError for an unknown name, a missing `gguf` package or no room, Eagle3Error when the download fails or
+    is not the pinned file.
     """
     asset = find_asset(name)
     final = cache / asset.target
@@ -147,14 +163,25 @@ def asset_path(name: str, cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f".{asset.target}.lock", asset.name):
+            _drop_leftovers(asset, cache)
             if not final.exists():
-                _fetch(asset, cache, final)
+                what = f"{PREFIX}{asset.name}"
+                check_room(cache, asset.room_mb * 10**6, what, ADVICE)
+                with writing(cache, what, ADVICE):
+                    _fetch(asset, cache, final)
     except OSError as error:
         raise RequestError(
             f"cache_dir: cannot write {PREFIX}{asset.name} under {cache} ({error}); set cache_dir= or $EAGLE3_CACHE "
             "to a folder on a disk with 1 GB free"
         ) from error
     return final
+
+
+def _drop_leftovers(asset: Asset, cache: Path) -> None:
+    """Removes what killed processes left half-fetched; who holds the asset's lock is the only one at work on it."""
+    for folder in cache.glob(f".{asset.name}.*"):
+        if folder.is_dir():
+            shutil.rmtree(folder)
 
 
 def _need_gguf(asset: Asset) -> None:
@@ -203,8 +230,11 @@ def _download(asset: Asset, folder: Path) -> Path:
         stderr=subprocess.PIPE,
         text=True,
         check=False,
+        env={**os.environ, "TMPDIR": str(folder)},  # on the disk whose room was looked at, and gone with the rest
     )
     found = folder / asset.file
+    if done.returncode != 0 and os.strerror(errno.ENOSPC) in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     if done.returncode != 0 or not found.exists():
         words = (
             " | ".join(done.stderr.strip().splitlines()[-3:]) or f"pip ended with {done.returncode}, no {asset.file}"

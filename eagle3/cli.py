@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import eagle3
-from eagle3 import children, launchers, plugins, stages
+from eagle3 import assets, children, launchers, plugins, stages
 from eagle3.config import Config, check_nodes, register_schema
 from eagle3.errors import Eagle3Error, RequestError, disk_full
 from eagle3.runs import Run
@@ -32,6 +32,7 @@ from eagle3.validation import explain, explain_flag, validate
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 TRAINING_STAGES = ("train", "pipeline")
+WITHOUT_TARGET = ("runs", "gc", "report", "adapters")
 PATH_FLAGS = ("-cp", "--config-path", "-cd", "--config-dir")
 VALUE_FLAGS = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cn", "--config-name")
 LONG_FLAGS = (
@@ -137,12 +138,30 @@ def execute(composed: Composed) -> int:
         run = Run.start(cfg, composed.overrides, composed.run_folder)
     try:
         check_nodes(cfg if cfg.stage.name in TRAINING_STAGES else {"model": cfg.model})
-        metrics = importlib.import_module(f"eagle3.stages.{cfg.stage.name}").run(cfg, run)
+        if _would_fetch(cfg, run):
+            metrics = {}
+        else:
+            metrics = importlib.import_module(f"eagle3.stages.{cfg.stage.name}").run(cfg, run)
         run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
         run.finish("dry run" if cfg.dry_run else "done", 0, metrics)
     except BaseException as error:
         return _failed(run, error)
     return 0
+
+
+def _would_fetch(cfg: Config, run: Run) -> bool:
+    """Whether a dry run ends with what would be fetched first: a packaged model or data set, on which ids depend."""
+    if not cfg.dry_run or cfg.stage.name in WITHOUT_TARGET:
+        return False
+    paths = [cfg.model.path, cfg.model.tokenizer]
+    if cfg.stage.name in ("prepare", "pipeline"):
+        paths += [source.path for source in cfg.dataset.sources.values()]
+    cache = assets.cache_folder(cfg.cache_dir)
+    absent = assets.absent(paths, cache)
+    if absent:
+        names = ", ".join(f"{assets.PREFIX}{asset.name} ({asset.size_mb} MB)" for asset in absent)
+        run.log.info("dry run: would fetch %s into %s first; what follows depends on it", names, cache)
+    return bool(absent)
 
 
 def check_stage(name: str) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from eagle3 import assets
-from eagle3.assets import ASSETS, Asset, asset_path, cache_folder
-from eagle3.errors import Eagle3Error, RequestError
+from eagle3.assets import ASSETS, Asset, absent, asset_path, cache_folder
+from eagle3.errors import Eagle3Error, RequestError, StageFailed
 
 DATA = b'{"prompt": "hi"}\n'
 
@@ -93,6 +93,47 @@ def test_a_failed_download_says_why_and_what_else_helps(tmp_path: Path, monkeypa
     assert "No matching distribution" in words
     assert f"put tiny-1-py3-none-any.whl into {tmp_path / 'wheels'}" in words
     assert caught.value.exit_code == 1
+
+
+def test_what_a_killed_process_left_goes_with_the_next_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ASSETS, "tiny", _asset(tmp_path, "tiny-1.tar.gz", "tiny/data.jsonl", DATA))
+    for name in (".tiny.ab12cd", ".tiny.ef34gh", ".other.ab12cd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_bytes(b"x")
+    asset_path("tiny", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(".other.ab12cd", ".tiny.jsonl.lock", "tiny.jsonl", "wheels"),
+    }
+
+
+def test_no_room_is_found_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asset = _asset(tmp_path, "tiny-1.tar.gz", "tiny/data.jsonl", DATA)
+    monkeypatch.setitem(ASSETS, "tiny", replace(asset, room_mb=10**9))
+    with pytest.raises(RequestError, match=r"asset:tiny will need 1000\.0 TB, but .* are free; .*set cache_dir="):
+        asset_path("tiny", tmp_path)
+
+
+def test_a_disk_that_fills_up_under_pip_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip ends with a traceback of some forty lines."""
+    asset = _asset(tmp_path, "tiny-1-py3-none-any.whl", "tiny/data.jsonl", DATA)
+    (tmp_path / "wheels" / asset.file).unlink()
+    monkeypatch.setitem(ASSETS, "tiny", asset)
+    full = tmp_path / "python"
+    full.write_text("#!/bin/bash\necho words > /dev/full\n")  # the shell says what pip would
+    full.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(full))
+    with pytest.raises(StageFailed) as caught:
+        asset_path("tiny", tmp_path)
+    words = str(caught.value)
+    assert words.startswith(f"{tmp_path}: the disk is full, asset:tiny could not be written (")
+    assert "set cache_dir=" in words
+    assert "Traceback" not in words
+
+
+def test_absent_assets_are_told_without_a_fetch(tmp_path: Path) -> None:
+    (tmp_path / "alpaca.json").touch()
+    named = ["asset:alpaca", "asset:sharegpt", "asset:sharegpt", "/models/mine", None]
+    assert [asset.name for asset in absent(named, tmp_path)] == ["sharegpt"]
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:

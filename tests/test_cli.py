@@ -62,6 +62,18 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
+def test_a_dry_run_fetches_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The demo, with an empty cache: its model and data would be fetched first, and ids depend on them."""
+    for words in (["+experiment=demo"], ["stage=train"]):
+        assert eagle(monkeypatch, *words, "dry_run=true", f"cache_dir={here / 'cache'}") == 0
+        shown = capfd.readouterr().err
+        assert "dry run: would fetch asset:smollm2-135m-instruct (93 MB)" in shown
+        assert ("asset:sharegpt (27 MB)" in shown) == (words != ["stage=train"])
+        assert not (here / "cache").exists()
+
+
 def test_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
     for closed in (">&-", "2>&-", ">&- 2>&-"):
         line = f'"$0" -m eagle3 stage=adapters {closed}'
