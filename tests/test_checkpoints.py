@@ -363,8 +363,12 @@ def test_training_longer_goes_on_from_the_last_step(
     """`trainer.resume_from`: a new id, its lineage kept; weights, moments and position are those of the shorter run."""
     folder, record = copied(inputs, tmp_path), tmp_path / "seen.jsonl"
     _, short, _ = trained(train_config(folder, tiny_target))
+    cfg = train_config(folder, tiny_target, f"trainer.resume_from={short.id}")
     with pytest.raises(RequestError, match=r"trainer\.resume_from: .* was trained for 12 steps, this run ends at 12"):
-        trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}"))
+        train.check_config(cfg)
+    cfg.trainer.max_steps, cfg.trainer.max_epochs = None, 1  # counted when the data are read
+    with pytest.raises(RequestError, match=r"trainer\.resume_from: .* was trained for 12 steps, this run ends at \d+;"):
+        trained(cfg)
     with pytest.raises(RequestError, match=r"trainer\.accumulate: found 2, expected 1"):
         trained(train_config(folder, tiny_target, f"trainer.resume_from={short.id}", "trainer.accumulate=2"))
     words = rf"^trainer\.resume_from=deadbeef: found nothing at .*, expected a complete .* \(there: {short.id}\)"

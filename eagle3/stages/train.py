@@ -121,6 +121,11 @@ def _previous(cfg: Config, origin: Artifact | None) -> Checkpoint | None:
             f"trainer.accumulate: found {now}, expected {before}, with which trainer.resume_from="
             f"{cfg.trainer.resume_from} counted its steps; try trainer.accumulate={before}"
         )
+    if cfg.trainer.max_steps is not None and cfg.trainer.max_steps <= checkpoint.step:
+        raise RequestError(
+            f"trainer.resume_from: {cfg.trainer.resume_from} was trained for {checkpoint.step} steps, this run ends at "
+            f"{cfg.trainer.max_steps}; expected more: raise trainer.max_steps"
+        )
     return checkpoint
 
 
