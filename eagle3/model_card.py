@@ -74,8 +74,8 @@ def _data_facts(sources: Mapping[str, Mapping[str, Any]], counted: Mapping[str, 
     kept = {role: {name: s["kept"] for name, s in sources.items() if s.get("role", "train") == role} for role in ROLES}
     names = {role: ", ".join(f"{count:,} of {name}" for name, count in found.items()) for role, found in kept.items()}
     facts = {
-        "Learned from": f"{sum(kept['train'].values()):,} conversations ({names['train']}), {counted['samples']:,} "
-        f"samples of them with {counted['tokens']:,} tokens, {counted['supervised_tokens']:,} of which are supervised"
+        "Learned from": f"{sum(kept['train'].values()):,} conversations ({names['train']}): {counted['samples']:,} "
+        f"samples of {counted['tokens']:,} tokens, {counted['supervised_tokens']:,} of them supervised"
     }
     if names["heldout"]:
         facts["Kept out for evaluation"] = f"prompts: {names['heldout']}"

@@ -484,7 +484,7 @@ def test_a_card_counts_what_was_learned_from_and_what_was_kept_out(make: Configu
         "3 of 9 tokens; 99.53% of the training answers' tokens, 90.25% of the validation answers'"
     )
     assert facts["Learned from"] == (
-        f"7 conversations (7 of train), 7 samples of them with {tokens} tokens, {supervised} of which are supervised"
+        f"7 conversations (7 of train): 7 samples of {tokens} tokens, {supervised} of them supervised"
     )
     assert facts["Kept out for evaluation"] == "prompts: 3 of asked"
     assert facts["Trained on"] == "6 samples, 1 more kept for validation"
