@@ -5,6 +5,7 @@ A child frees GPU memory, engines and trackers when its job ends, and takes noth
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -84,9 +85,11 @@ def ended_well(folder: Path) -> bool:
 
 
 def _set_aside(folder: Path) -> None:
-    """Renames what an earlier, unfinished attempt left: a run folder is never used twice."""
+    """Renames what an earlier, unfinished attempt left: a run folder is never used twice. A dry run's goes."""
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
+    elif ended_well(folder):
+        shutil.rmtree(folder)
     elif folder.exists():
         number = 1
         while (aside := folder.with_name(f"{folder.name}.attempt-{number}")).exists():

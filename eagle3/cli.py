@@ -142,8 +142,9 @@ def execute(composed: Composed) -> int:
             metrics = {}
         else:
             metrics = importlib.import_module(f"eagle3.stages.{cfg.stage.name}").run(cfg, run)
-        run.log.info("%s done: %s", cfg.stage.name, _short(run.folder))
-        run.finish("dry run" if cfg.dry_run else "done", 0, metrics)
+        status = "dry run" if cfg.dry_run else "done"
+        run.log.info("%s %s: %s", cfg.stage.name, status, _short(run.folder))
+        run.finish(status, 0, metrics)
     except BaseException as error:
         return _failed(run, error)
     return 0

@@ -78,7 +78,7 @@ class Record:
 
     @property
     def status(self) -> str:
-        """done, failed, refused, interrupted; running or killed; waiting before it has begun."""
+        """done, dry run, failed, refused, interrupted; running or killed; waiting before it has begun."""
         if "status" in self.result:
             return str(self.result["status"])
         if self.provenance:

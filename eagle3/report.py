@@ -244,7 +244,7 @@ def _job_table(findings: Findings) -> str:
     rows = []
     for job in findings.jobs:
         seconds = job.result.get("seconds")
-        bad = "" if job.status in ("done", "running", "waiting", "starting") else ' class="bad"'
+        bad = "" if job.status in ("done", "dry run", "running", "waiting", "starting") else ' class="bad"'
         rows.append(
             [
                 _link(job) + _error(job),

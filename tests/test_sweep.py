@@ -427,6 +427,7 @@ def test_a_sweep_of_trainings_is_one_command_and_so_is_its_dry_run(tiny_target: 
         assert "dry run: shared by all jobs and made first: stage=extract layers.also=[[1,3,4],[2,3,5]]" in dry.stderr
         assert "done already" not in dry.stderr
         assert "report" not in dry.stderr
+        assert job_folders(the_sweep(tmp_path)) == {"layers.ids=1-3-4", "layers.ids=2-3-5"}
         assert {row["status"] for row in rows(the_sweep(tmp_path)).values()} == {"dry run"}
         assert not (tmp_path / "outputs/artifacts").exists()
     words[-1] = "layers.ids=[1,3,4],[1,2,3]"
