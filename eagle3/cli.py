@@ -32,6 +32,7 @@ from eagle3.validation import explain, explain_flag, validate
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 TRAINING_STAGES = ("train", "pipeline")
+PROMPT_STAGES = ("pipeline", "evaluate", "serve_check")
 WITHOUT_TARGET = ("runs", "gc", "report", "adapters")
 PATH_FLAGS = ("-cp", "--config-path", "-cd", "--config-dir")
 VALUE_FLAGS = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cn", "--config-name")
@@ -154,15 +155,26 @@ def _would_fetch(cfg: Config, run: Run) -> bool:
     """Whether a dry run ends with what would be fetched first: a packaged model or data set, on which ids depend."""
     if not cfg.dry_run or cfg.stage.name in WITHOUT_TARGET:
         return False
-    paths = [cfg.model.path, cfg.model.tokenizer]
-    if cfg.stage.name in ("prepare", "pipeline"):
-        paths += [source.path for source in cfg.dataset.sources.values()]
-    cache = assets.cache_folder(cfg.cache_dir)
+    cache, paths = assets.cache_folder(cfg.cache_dir), [cfg.model.path, cfg.model.tokenizer]
+    if cfg.stage.name in PROMPT_STAGES:
+        from eagle3.benchmarks import PACKAGED
+
+        paths += [f"{assets.PREFIX}{name}" for name in cfg.evaluate.sets if name in PACKAGED]
     absent = assets.absent(paths, cache)
+    if cfg.stage.name in ("prepare", "pipeline") and cfg.inputs.prepared is None:
+        sources = [source.path for source in cfg.dataset.sources.values()]
+        wanted = [asset for asset in assets.absent(sources, cache) if asset not in absent]
+        if wanted and (absent or not _is_prepared(cfg, run)):
+            absent += wanted
     if absent:
         names = ", ".join(f"{assets.PREFIX}{asset.name} ({asset.size_mb} MB)" for asset in absent)
         run.log.info("dry run: would fetch %s into %s first; what follows depends on it", names, cache)
     return bool(absent)
+
+
+def _is_prepared(cfg: Config, run: Run) -> bool:
+    """Whether the prepared set is complete, so that its sources are not read; asked when the model is there."""
+    return importlib.import_module("eagle3.stages.prepare").prepared(cfg, run.artifacts).complete
 
 
 def check_stage(name: str) -> None:

@@ -74,6 +74,34 @@ def test_a_dry_run_fetches_nothing(
         assert not (here / "cache").exists()
 
 
+def test_a_dry_run_asks_for_what_will_be_read_only(
+    here: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Packaged prompts count where they are asked; sources no longer, once their prepared set is there or is named."""
+    cache = here / "cache"
+    cache.mkdir()
+    chats = [[{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": "A"}] for i in range(9)]
+    (cache / "sharegpt.json").write_text(json.dumps([{"messages": messages} for messages in chats]))
+    words = [f"cache_dir={cache}", "model=llama", f"model.path={tiny_target}", "evaluate.sets=[mt_bench]"]
+    words += ["dataset=jsonl", "dataset.sources.train.path=asset:sharegpt", "dataset.answers=given"]
+    words += ["dataset.max_length=64", "drafter.draft_vocab_size=64", "hardware=cpu"]
+
+    def shown(*more: str) -> str:
+        assert eagle(monkeypatch, *words, *more, "dry_run=true") == 0
+        return capfd.readouterr().err
+
+    for stage in ("pipeline", "evaluate", "serve_check"):
+        assert "dry run: would fetch asset:mt_bench (2 MB)" in shown(f"stage={stage}")
+    assert eagle(monkeypatch, *words, "stage=prepare") == 0
+    (cache / "sharegpt.json").unlink()
+    assert "prepare: hit" in shown("stage=prepare")
+    (made,) = (here / "outputs" / "artifacts" / "prepared").iterdir()
+    words += ["output_dir=elsewhere"]
+    assert "dry run: would fetch asset:sharegpt (27 MB)" in shown("stage=prepare")
+    assert "prepare: hit" in shown("stage=prepare", f"inputs.prepared={made}")
+    assert not list(cache.iterdir())
+
+
 def test_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
     for closed in (">&-", "2>&-", ">&- 2>&-"):
         line = f'"$0" -m eagle3 stage=adapters {closed}'
