@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import RequestError, StoreError
+from eagle3.errors import AbsentError, RequestError, StoreError
 from eagle3.file_list import find_faults, list_files
 
 MANIFEST = "manifest.json"
@@ -154,9 +154,9 @@ class Artifacts:
     ) -> Artifact:
         """The artifact to read: the id or folder that the user gave, else the `expected` one that the config leads to.
 
-        RequestError when it is absent, half-written or of another kind, or when its manifest is broken, StoreError when
-        its files have other sizes; `make` is the command that makes it, `field` where the user gave it (`inputs.KIND`
-        unless said).
+        AbsentError when it is not made or half-written, RequestError when it is of another kind or its manifest broken
+        or lost, StoreError when its files have other sizes; `make` is the command that makes it, `field` where the user
+        gave it (`inputs.KIND` unless said).
         """
         if given is not None:
             artifact, where = self._given(kind, given), f"{field or f'inputs.{kind}'}={given}"
@@ -176,13 +176,13 @@ class Artifacts:
             artifact.check_sizes(make)
             return dataclasses.replace(artifact, id=manifest.get("id", artifact.id))
         if artifact.partial.exists():
-            raise RequestError(
+            raise AbsentError(
                 f"{where}: {artifact.partial} is half-written, expected a complete artifact; run `{make}` with the "
                 "same settings to finish it"
             )
         found = "a folder without a manifest" if artifact.folder.exists() else "nothing"
         others = "" if given is None else self._newest(kind)
-        raise RequestError(
+        raise (RequestError if artifact.folder.exists() else AbsentError)(
             f"{where}: found {found} at {artifact.folder}, expected a complete {kind} artifact{others}; run `{make}` "
             "with the same settings"
         )

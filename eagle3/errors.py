@@ -21,6 +21,10 @@ class RequestError(Eagle3Error):
     exit_code = 2
 
 
+class AbsentError(RequestError):
+    """What a request leads to has not been made yet (exit 2)."""
+
+
 class StageFailed(Eagle3Error):
     """A stage ran and did not reach its goal: too many lost samples, a check that did not hold (exit 1)."""
 

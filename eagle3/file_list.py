@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# A manifest cannot hold its own checksum, and people write into a model card.
-UNLISTED = ("manifest.json", "README.md")
+# A manifest cannot hold its own checksum, people write into a model card, and which samples make up which shard stands
+# in the shards too.
+UNLISTED = ("manifest.json", "README.md", "plan.json")
 CHUNK_BYTES = 1 << 22
 
 
 def list_files(folder: Path) -> dict[str, dict[str, int]]:
-    """`bytes` and `crc32` of each file at the top of a folder, by its name."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in UNLISTED)
+    """`bytes` and `crc32` of each file at the top of a folder, by its name; not of what a killed write left."""
+    found = (path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    paths = sorted(path for path in found if path.name not in UNLISTED)
     return {path.name: {"bytes": path.stat().st_size, "crc32": file_crc32(path)} for path in paths}
 
 

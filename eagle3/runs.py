@@ -121,7 +121,8 @@ class Run:
         look through the output folder get a temporary folder then: a full disk is when they are needed.
         """
         target: Path | None = None
-        if cfg.stage.name in LOOKING_STAGES and not Path(cfg.output_dir).exists():
+        named = any(dataclasses.asdict(cfg.inputs).values())  # what it is to look at may lie elsewhere
+        if cfg.stage.name in LOOKING_STAGES and not named and not Path(cfg.output_dir).exists():
             raise RequestError(
                 f"output_dir={cfg.output_dir}: no such folder, expected one that runs have been written to; check the "
                 "path and the folder that you are in"

@@ -90,14 +90,42 @@ def test_every_fault_is_listed(cfg: Config) -> None:
         flip(path)
     cut = file_of(cfg, "drafter/drafter.safetensors")
     os.truncate(cut, 1000)
-    with pytest.raises(StoreError, match=r"\(4 faults in all, listed in run\.log\)$"):
+    with pytest.raises(StoreError, match=r"\(3 faults in all, listed in run\.log\)$"):
         run_stage("verify", cfg)
     (log,) = Path(cfg.output_dir).glob("runs/*/*-verify-*/run.log")
     said = [line.split("verify: ")[1] for line in log.read_text().splitlines() if " ERROR " in line]
     assert said[0].startswith(f"{flipped[0]}: is damaged")
     assert said[1].startswith(f"{cut}: found 1000 bytes")
-    # The export is found through its drafter, the states are read along their prepared set.
-    assert said[3].endswith("or name it with inputs.prepared")
+    # The export is found through its drafter, which is named once; the states are read along their prepared set.
+    assert said[2].endswith("or name it with inputs.prepared")
+
+
+@pytest.mark.parametrize("kind", ["prepared", "drafter", "export", "states"])
+def test_a_torn_manifest_is_a_fault_and_not_an_artifact_that_was_not_made(kind: str, cfg: Config) -> None:
+    path = file_of(cfg, f"{kind}/{MANIFEST}")
+    os.truncate(path, 200)
+    with pytest.raises(StoreError, match=rf"^{path}: cannot be read .*; delete {path.parent}"):
+        run_stage("verify", cfg)
+
+
+def test_a_folder_that_lost_its_manifest_is_a_fault(cfg: Config) -> None:
+    path = file_of(cfg, f"export/{MANIFEST}")
+    path.unlink()
+    with pytest.raises(StoreError, match=rf"found a folder without a manifest at {path.parent}"):
+        run_stage("verify", cfg)
+
+
+def test_states_are_used_without_the_plan_that_only_extraction_reads(cfg: Config) -> None:
+    file_of(cfg, "states/plan.json").unlink()
+    assert run_stage("verify", cfg)[0]["artifacts"] == 4
+    run_stage("export", cfg)
+
+
+def test_what_is_named_may_lie_elsewhere(cfg: Config, tmp_path: Path) -> None:
+    folder = file_of(cfg, f"states/{MANIFEST}").parent
+    cfg.inputs.states, cfg.inputs.prepared = str(folder), str(file_of(cfg, f"prepared/{MANIFEST}").parent)
+    cfg.output_dir = str(tmp_path / "none-yet")
+    assert run_stage("verify", cfg)[0]["samples"] > 20
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from eagle3.artifacts import Artifact, Artifacts
 from eagle3.checkpoint import Target, open_target
 from eagle3.config import Config
-from eagle3.errors import RequestError, StoreError
+from eagle3.errors import AbsentError, RequestError, StoreError
 from eagle3.prepared import Prepared
 from eagle3.progress import size_text
 from eagle3.runs import Run
@@ -33,24 +33,27 @@ def run(cfg: Config, run: Run) -> dict[str, Any]:
     """
     target = open_target(cfg)
     checks = _Checks(cfg, run, target)
-    nothing: RequestError | None = None
+    nothing: AbsentError | None = None
     for kind, (find, make) in KINDS.items():
         try:
             artifact = run.read(find(cfg, run.artifacts))
-        except StoreError as error:
-            checks.faults.append(str(error))
-        except RequestError as error:
+        except AbsentError as error:
             if getattr(cfg.inputs, kind) is not None:
                 raise
             nothing = nothing or error
             run.log.info("verify: no %s to check (%s)", kind, error)
+        except (RequestError, StoreError) as error:
+            if isinstance(error, RequestError) and getattr(cfg.inputs, kind) is not None:
+                raise
+            checks.faults.append(str(error))
         else:
             checks.check(artifact, make)
-    for fault in checks.faults:
+    faults = list(dict.fromkeys(checks.faults))  # what leads to two artifacts is met twice
+    for fault in faults:
         run.log.error("verify: %s", fault)
-    if checks.faults:
-        more = f" ({len(checks.faults)} faults in all, listed in run.log)" if len(checks.faults) > 1 else ""
-        raise StoreError(f"{checks.faults[0]}{more}")
+    if faults:
+        more = f" ({len(faults)} faults in all, listed in run.log)" if len(faults) > 1 else ""
+        raise StoreError(f"{faults[0]}{more}")
     if nothing is not None and not checks.metrics["artifacts"]:
         raise nothing
     return checks.metrics
