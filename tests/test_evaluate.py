@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from eagle3 import cli
+from eagle3.adapter import Adapter
+from eagle3.adapters.llama import LlamaAdapter
 from eagle3.checkpoint import open_target
 from eagle3.config import Config
 from eagle3.decoding import Decoded
@@ -24,9 +26,10 @@ from eagle3.drafter import DrafterShape, Eagle3Drafter, save_drafter
 from eagle3.errors import RequestError, StageFailed
 from eagle3.evaluation import OURS, Difference, PromptResult
 from eagle3.runs import Run
-from eagle3.stages.evaluate import _check_lossless
+from eagle3.stages.evaluate import _check_lossless, check_config
 from tests.conftest import CHAT_TEMPLATE
 from tests.stages import configure, run_stage
+from tests.stub import Stub
 
 QUESTIONS = ["What is the capital of France?", "Write a story.", "one two three", "Who are you?"]
 METRICS = {
@@ -297,6 +300,15 @@ def test_what_cannot_be_measured_is_refused_before_anything_loads(cfg: Config, f
 def test_a_missing_engine_is_named_before_anything_loads(cfg: Config, stage: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         run_stage(stage, change(cfg, "evaluate", engine="vllm"))
+
+
+def test_a_server_may_be_asked_for_a_family_whose_states_only_the_transformers_engine_gives(
+    cfg: Config, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every adapter has it that says nothing of engines: serving needs none of its hooks."""
+    Stub(tiny_target, tmp_path, monkeypatch)
+    monkeypatch.setattr(LlamaAdapter, "engines", Adapter.engines)
+    check_config(change(cfg, "evaluate", engine="vllm"))
 
 
 def test_a_prompt_that_leaves_no_room_is_skipped_and_counted(cfg: Config, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_warm_start_of_another_shape_is_refused_before_any_work(
         (("vllm",), "stage=evaluate", "hardware.engine", "transformers"),
         (("vllm",), "stage=extract", "hardware.engine", "transformers"),
         (("vllm",), "stage=prepare dataset.answers=regenerate", "hardware.engine", "transformers"),
-        (("transformers",), "evaluate.engine=vllm", "evaluate.engine", "vllm"),
+        (("transformers",), "hardware.engine=vllm evaluate.engine=transformers", "hardware.engine", "vllm"),
     ],
 )
 def test_an_engine_that_does_not_run_the_family_is_refused_by_its_field(
