@@ -100,7 +100,8 @@ def _try_trainer(cfg: Config) -> None:
     if ours or cfg.dry_run:
         return
     # Determinism would hold for the whole process, and what comes before training may do without.
-    tried = replace(cfg, trainer=replace(cfg.trainer, deterministic=False))
+    lightning = {key: value for key, value in cfg.trainer.lightning.items() if key != "deterministic"}
+    tried = replace(cfg, trainer=replace(cfg.trainer, deterministic=False, lightning=lightning))
     try:
         with quiet_lightning():
             build_trainer(tried, Path(), [], [])

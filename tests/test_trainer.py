@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,14 @@ def test_what_lightning_will_not_take_is_found_by_the_check(wrong: str, words: s
 
 
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
-def test_a_trial_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("words", ["trainer.deterministic=true", "+trainer.lightning.deterministic=true"])
+def test_a_trial_leaves_nothing_behind(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "as it was")
     try:
-        check_trainer(configure("trainer.deterministic=true", "+trainer.lightning.limit_val_batches=2"))
+        check_trainer(configure(words, "+trainer.lightning.limit_val_batches=2"))
         assert not torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == "as it was"
     finally:
         torch.use_deterministic_algorithms(before)
