@@ -74,3 +74,10 @@ def test_the_table_names_every_setting() -> None:
     for part in ("one", "0.7", "8", "2.000", "0.60 0.50 0.33", "30.0", "15.0", "2.00", "ran into a loop", "sampled"):
         assert part in text
     assert measured.at(GREEDY) == measured.points[:1]
+
+
+def test_only_single_prompts_have_a_bound_on_their_speed() -> None:
+    """A speed-up of 3 at an acceptance length of 2."""
+    points = [point(name, (10, 6, 3, 1), 2 / 3, Setting(3, 0.0, size)) for name, size in (("one", 1), ("two", 8))]
+    caption = table(Measured(points, {}, "0.32.0", "float32"), "title").caption
+    assert "Faster than its acceptance length allows in one at batch 1: was" in str(caption)
