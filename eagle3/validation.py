@@ -199,10 +199,24 @@ def out_of_bounds(value: Any, prefix: str = "") -> Iterator[str]:
             for name, entry in found.items():
                 if dataclasses.is_dataclass(entry):
                     yield from out_of_bounds(entry, f"{path}.{name}.")
+                elif entry != "" and item.type == "dict[str, Any]":
+                    yield from _not_a_number(entry, f"{path}.{name}")
                 elif fault := _fault(entry, f"{path}.{name}", {}):
                     yield fault
         elif found is not None and (fault := _fault(found, path, item.metadata)):
             yield fault
+
+
+def _not_a_number(found: Any, path: str) -> Iterator[str]:
+    """A line for each nan in the arguments of a class, which may well take an empty word or an infinite number."""
+    if isinstance(found, dict):
+        for name, item in found.items():
+            yield from _not_a_number(item, f"{path}.{name}")
+    elif isinstance(found, list):
+        for i, item in enumerate(found):
+            yield from _not_a_number(item, f"{path}[{i}]")
+    elif isinstance(found, float) and math.isnan(found):
+        yield f"{path}: found nan, expected a number; leave it out for the default"
 
 
 def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None:
@@ -215,10 +229,6 @@ def _fault(found: Any, path: str, rules: typing.Mapping[str, Any]) -> str | None
         if count is not None and len(found) != count:
             return f"{path}: found {found}, expected {count} numbers; leave it out for the default"
         return next((fault for fault in faults if fault), None)
-    if isinstance(found, dict):
-        # Arguments of a class, which may well take an empty word.
-        entries = ((item, f"{path}.{name}") for name, item in found.items() if item != "")
-        return next((fault for item, where in entries if (fault := _fault(item, where, {}))), None)
     if isinstance(found, list):
         return next((fault for i, item in enumerate(found) if (fault := _fault(item, f"{path}[{i}]", {}))), None)
     if found == "":

@@ -95,11 +95,11 @@ def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
         ({"drafter__losses": {"kl": float("inf")}}, ("drafter.losses.kl", "found inf", "a finite number;")),
         (
             {"trainer__callbacks__x": {"how": float("nan")}},
-            ("trainer.callbacks.x.how", "found nan", "a finite number;"),
+            ("trainer.callbacks.x.how", "found nan", "expected a number;"),
         ),
         (
-            {"logger__loggers__x": {"a": {"b": [1, {"c": float("inf")}]}}},
-            ("logger.loggers.x.a.b[1].c", "found inf", "a finite number;"),
+            {"logger__loggers__x": {"a": {"b": [1, {"c": float("nan")}]}}},
+            ("logger.loggers.x.a.b[1].c", "found nan", "expected a number;"),
         ),
         ({"seed": -1}, ("seed", "found -1", "of at least 0 and of at most 4294967295")),
         ({"dataset__seed": 2**70}, ("dataset.seed", "of at most 4294967295")),
@@ -159,6 +159,12 @@ def test_a_logger_whose_package_is_missing_is_refused_with_its_extra(
 
 def test_null_is_not_checked_against_bounds() -> None:
     assert validate(tree(drafter__draft_vocab_size=None)).drafter.draft_vocab_size is None
+
+
+def test_a_class_may_take_an_infinite_number_and_empty_words_in_lists() -> None:
+    """Lightning's EarlyStopping with divergence_threshold=inf, say."""
+    given = {"x": {"threshold": float("inf"), "words": ["", -float("inf")]}}
+    assert validate(tree(trainer__callbacks=given)).trainer.callbacks == given
 
 
 def test_a_class_may_take_an_empty_word() -> None:
