@@ -177,11 +177,11 @@ class TrainingJob:
             )
         folder = run.artifacts.begin(self.artifact, resume=cfg.trainer.resume)
         start = self._start(folder / "checkpoints")
-        if run.rank == 0:
-            weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
-            left = self.data.plan.steps - (0 if start is None else start.step)
-            coming = math.ceil(left / cfg.trainer.checkpoint_every_steps)
-            check_checkpoint_room(folder / "checkpoints", weights, cfg.trainer.keep_checkpoints, coming)
+        # Every rank looks: where srun started them, the others would wait for one that refused alone.
+        weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
+        left = self.data.plan.steps - (0 if start is None else start.step)
+        coming = math.ceil(left / cfg.trainer.checkpoint_every_steps)
+        check_checkpoint_room(folder / "checkpoints", weights, cfg.trainer.keep_checkpoints, coming)
         torch.manual_seed(cfg.seed)
         trackers: list[SafeLogger] = []
         if run.rank == 0:

@@ -18,11 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from eagle3 import disk_room
 from eagle3.artifacts import MANIFEST, Artifact, Artifacts
 from eagle3.batches import PackedBatch, PackedDataModule
 from eagle3.config import Config
 from eagle3.drafter import WEIGHTS, DrafterShape
 from eagle3.errors import RequestError, StoreError
+from eagle3.runs import Run
 from eagle3.stages import train
 from eagle3.trackers import IDENTITY
 from tests.commands import eagle3
@@ -54,6 +56,19 @@ def done(
     """One run to look at: its config, metrics, artifact and run."""
     cfg = train_config(copied(inputs, tmp_path_factory.mktemp("done")), tiny_target)
     return (cfg, *trained(cfg))
+
+
+def test_every_rank_looks_for_room(
+    inputs: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where srun starts the ranks, one that refused alone would leave the others waiting at the rendezvous."""
+    monkeypatch.setattr(disk_room, "free_bytes", lambda folder: 0)
+    cfg = train_config(copied(inputs, tmp_path), tiny_target)
+    for rank in (0, 1):
+        run = Run.start(cfg, []) if rank == 0 else Run.attach(cfg, rank, tmp_path)
+        with pytest.raises(RequestError, match=r"training, with \d checkpoints at once, will need .*but 0 B are free"):
+            train.run(cfg, run)
+        run.finish("refused", 2)
 
 
 def test_whoever_only_asks_for_a_drafter_does_not_wait_for_lightning() -> None:
