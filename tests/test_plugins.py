@@ -63,6 +63,7 @@ def test_a_plugin_brings_a_model_that_composes_completes_and_is_listed(site: Pat
 
 def test_a_plugin_is_used_recorded_and_repeated(site: Path, tmp_path: Path) -> None:
     """The run names the plugin's version, and repeats from its folder with the plugin's group in it."""
+    (tmp_path / "outputs").mkdir()
     done = eagle3("model=other", "stage=runs", cwd=tmp_path, env=env(site))
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
