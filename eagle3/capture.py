@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3.disk_room import free_bytes
 from eagle3.engines import CapturedStates, Engine
 from eagle3.errors import RequestError, StageFailed, StoreError
 from eagle3.progress import Advance, size_text
@@ -107,8 +108,7 @@ class Capture:
 
     def check_space(self, missing: Mapping[int, Sequence[int]], margin: float) -> None:
         """RequestError when the disk has less room than the missing files and a margin (a fraction of them)."""
-        existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        free, needed = shutil.disk_usage(existing).free, int(self.size_bytes(missing) * (1 + margin))
+        free, needed = free_bytes(self.folder), int(self.size_bytes(missing) * (1 + margin))
         if needed > free:
             raise RequestError(
                 f"{self.folder}: extraction will write {size_text(needed)} (margin included), but only "

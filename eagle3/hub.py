@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle3.disk_room import free_bytes
 from eagle3.errors import RequestError
 from eagle3.progress import size_text
 
@@ -65,8 +65,7 @@ def _check_space(name: str, revision: str | None, patterns: Sequence[str], where
     if not absent:
         return
     cache = Path(constants.HF_HUB_CACHE)
-    present = next(folder for folder in [cache, *cache.absolute().parents] if folder.is_dir())
-    needed, free = sum(files[file] for file in absent), shutil.disk_usage(present).free
+    needed, free = sum(files[file] for file in absent), free_bytes(cache.absolute())
     if needed > free:
         raise RequestError(
             f"{where}: {name} needs {size_text(needed)} more in {len(absent)} files, but only {size_text(free)} are "

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ class TrainingJob:
         left_out = ", ".join(f"{count} with {reason}" for reason, count in data.skipped.items() if count)
         lines = [
             f"drafter {self.artifact.id}: {weights:,} weights, layers {list(shape.layer_ids)}, draft vocabulary "
-            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({coverage_words(*self.coverage())}"
+            f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ({coverage_words(*self.coverage)}"
             f"{padded})",
             f"{len(data.train_rows)} samples, {tokens:,} tokens an epoch, {int(data.supervised[:, 0].sum()):,} "
             f"first drafts supervised; {len(data.validation_rows)} validation samples"
@@ -159,6 +159,7 @@ class TrainingJob:
         for line in lines:
             self.run.log.info("train: %s", line)
 
+    @cached_property
     def coverage(self) -> tuple[float, float | None]:
         """The share of the supervised tokens that the drafter can draft, of the train split, which its vocabulary was
         built from, and of the validation split; None where there is none."""
@@ -303,7 +304,7 @@ class TrainingJob:
             "state_scales": self.scales,
         }
         shape = kept.shape
-        coverage, validation_coverage = self.coverage()
+        coverage, validation_coverage = self.coverage
         manifest = {
             "metrics": metrics,
             "shape": shape.plain(),
